@@ -1,7 +1,8 @@
 """Accelerate: a model that it prepared for mixed precision travels to the workers.
 
-Accelerate wraps the forward of such a model in an object that refuses to be pickled, so that nobody saves it by
-accident. It is made of a function alone, and here is told how. Must not import accelerate before the script does.
+Accelerate wraps the forward of such a model in an object that refuses to be pickled, so that no script saves it by
+accident. The object holds one function, and is pickled here as that function. Must not import accelerate before the
+script does.
 """
 
 from __future__ import annotations

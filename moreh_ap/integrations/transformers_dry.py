@@ -24,7 +24,7 @@ def install(patches: Patches, note: Callable[[str], object], *, without_weights:
 
     Args:
         patches: The registry of this process.
-        note: Is told what was left out.
+        note: Called with what was left out.
         without_weights: Whether modules have no values.
     """
     group = patches.group("A dry run saves nothing, and needs no weights.")

@@ -95,12 +95,12 @@ class RemoteChild:
         self._code: int | None = None
 
     def ended(self, code: int | None) -> None:
-        """Notes that the agent has told of its end."""
+        """Notes that the agent has reported its end."""
         self._code = code
         self._has_ended = True
 
     def is_alive(self) -> bool:
-        """Returns whether the agent has not told of its end."""
+        """Returns whether the agent has not reported its end."""
         return not self._has_ended
 
     def exit_code(self) -> int | None:

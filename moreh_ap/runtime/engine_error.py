@@ -1,4 +1,4 @@
-"""The error of a message that the engine lost, and what callers are told of a start that ended in it.
+"""The error of a message that the engine lost, and the error that callers get for a start that ended in it.
 
 Knows nothing of the engine, whose import loads Monarch.
 """

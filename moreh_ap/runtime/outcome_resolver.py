@@ -1,6 +1,6 @@
 """From the workers' answers to one outcome of a command.
 
-Decides rules 1 and 3 below: which error a command ends in, whether a caller has to be told of it, and whether the
+Decides rules 1 and 3 below: which error a command ends in, whether a caller has to get it, and whether the
 workers can go on together. Must not know processes, threads or replies.
 
 [Note: errors]
@@ -60,7 +60,7 @@ class OutcomeResolver:
             if first.content == _NOTHING and answers.count(first) == len(answers):  # most answers, of many workers too
                 return Outcome([None] * len(answers))
             return Outcome([unpack(answer.content) for answer in answers if answer.content is not None])
-        except Exception as error:  # what a worker answered cannot be built in this process: the reader is told
+        except Exception as error:  # a worker's answer cannot be built in this process: its reader gets the error
             return Outcome([], error, is_new=True)
 
     def resolve_hang(self, epoch: int, failed: Answer) -> Outcome:

@@ -6,7 +6,7 @@ would copy a value several times for each worker.
 [Note: several hosts]
 Every host has such a file, of which this process decides the places; a value is sent to the agent of each host, which
 writes it there, over the connection that carries commands and before the command that needs it (`relay`). So it is
-there when a worker reads the command. Where a host has no memory left, its workers are told the value's number.
+there when a worker reads the command. Where a host has no memory left, its workers get the value's number.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SharedMemory:
             self._first_number = self._last_number + 1
 
     def is_gone(self, buffers: Sequence[bytes | memoryview | Place | SentPlace]) -> bool:
-        """Returns whether a value was sent before `carry_by` was called last: nobody knows whether it has arrived."""
+        """Returns whether a value was sent before `carry_by` was called last, so that it may not have arrived."""
         return any(isinstance(one, SentPlace) and one.number < self._first_number for one in buffers)
 
     def store(

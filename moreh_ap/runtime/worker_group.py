@@ -29,7 +29,7 @@ from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.shared_memory import SharedMemory
 
 MAX_OUTSTANDING = 256
-_JOIN_S = 5.0  # how long closing waits for the background thread; the workers are told to go before
+_JOIN_S = 5.0  # how long closing waits for the background thread, after the workers were sent the end
 _IDLE_LOOK_S = 0.5  # how often the workers are looked after while there is nothing to receive
 
 MakeLauncher = Callable[[LaunchRequest, Callable[[], bool]], Launcher]
@@ -354,14 +354,14 @@ class WorkerGroup:
     # -- losses, see `RecoveringWorkerGroup` -----------------------------------------------------------------------
 
     def keep_commands(self) -> None:
-        """Keeps the commands from now on, so that other workers can be told them again. This class does not."""
+        """Keeps the commands from now on, so that they can be sent to other workers again. This class does not."""
 
     def when_forgotten(self, callback: Callable[[], object]) -> None:
         """Calls `callback` once no command of before can be sent again: here at once."""
         callback()
 
     def why_bound(self, error: BaseException) -> str:
-        """Returns why others under other plans cannot be told what these were before a command ended in `error`."""
+        """Returns why the commands before the one that ended in `error` cannot be sent to workers under other plans."""
         return "without MOREH_RECOVERY=memory no copies of it are kept"
 
     def _replace(self, lost: WorkerLostError) -> Receiver:
@@ -382,7 +382,7 @@ class WorkerGroup:
 
         Args:
             error: why.
-            tell: whether the script has still to be told of it.
+            tell: whether the error has still to reach the script.
         """
         with self._lock:
             if self._stopped is not None:

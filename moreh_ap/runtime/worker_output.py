@@ -200,4 +200,4 @@ def _show(name: str, text: str) -> None:
         target.write(text)
         target.flush()
     except (OSError, ValueError):
-        return  # the script closed its own output: there is nobody to show this to
+        return  # the script closed its own output, so this cannot be shown

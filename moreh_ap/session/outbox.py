@@ -125,10 +125,10 @@ class Outbox:
         leaves_at_once: Whether what is wanted soon leaves although workers are busy.
 
     Attributes:
-        state: Whether the journal has all that the workers were told since the first model.
+        state: Whether the journal has all commands since the first model.
         journal: What was sent since a model was built, until it has been trained for a step.
         unanswered: The messages without an answer, and those that ended in an error.
-        on_sent: Called with the commands of each message, and the promises of their results; None: nobody is.
+        on_sent: Called with the commands of each message, and the promises of their results; None: no call is made.
         on_error: Called with an error before the script gets it: returns how to replay the journal, or None if the
             script has to get the error; it may raise a better one.
         times_restarted: The number of replays.
@@ -290,7 +290,7 @@ class Outbox:
             return False
 
     def restart(self, restart: Restart) -> None:
-        """Sends all commands to other workers from now on, beginning with those that they have to be told first.
+        """Sends all commands to other workers from now on, beginning with those that give them their state.
 
         Raises:
             Exception: One of these workers raised it meanwhile.

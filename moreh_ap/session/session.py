@@ -140,7 +140,7 @@ class Session:
             self.trial_plan = before
 
     def stop_watching(self) -> None:
-        """Has no observer told of further steps."""
+        """Notifies no observer of further steps."""
         self.watch = None
 
     def synchronize(self) -> None:

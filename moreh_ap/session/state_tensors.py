@@ -85,7 +85,7 @@ class StateHolder:
         return self._placement
 
     def in_order(self) -> InOrder:
-        """Returns the tensors that are saved with these, in their order, each with its bytes; empty: nobody knows."""
+        """Returns the tensors that are saved with these, in their order, each with its bytes; empty: not known."""
         return self._in_order
 
     def keeps_gradient(self, value: Value) -> bool:

@@ -1,7 +1,7 @@
 """Traces some training steps of a run into a file, in the script's process and in all workers.
 
-Decides which steps, when processes begin and end to record, and what the user is told. Must not know what a span is
-about, nor how the file is written.
+Decides which steps, when processes begin and end to record, and which messages the user gets. Must not know what a span
+is about, nor how the file is written.
 
 [Note: steps]
 A step ends with the optimizer's step: the next one begins there. Optimizers that step after another one in a script do

@@ -153,14 +153,14 @@ class Facade:
         return False
 
     def set_sync_debug_mode(self, debug_mode: int | str) -> None:
-        """Accepted; where the script waits for the devices is not told."""
+        """Accepted without effect: no warning says where the script waits for the devices."""
 
     def get_sync_debug_mode(self) -> int:
-        """0: where the script waits is not told."""
+        """Returns 0: no warning says where the script waits."""
         return 0
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait until every device has done everything it was told."""
+        """Waits until every device has executed all commands."""
         require_accelerator(device)
         self._backend.synchronize()
 

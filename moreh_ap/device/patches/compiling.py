@@ -28,11 +28,11 @@ _DECLINED: MutableMapping[nn.Module, None] = IdentityTable()
 _DECLINED_FUNCTIONS: MutableSet[Callable[..., Any]] = weakref.WeakSet()
 _SWITCHES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 _OF_A_MODULE = ("forward", "__call__", "_call_impl")
-"""Methods that stand for their module: `Module.compile` gives `torch.compile` the last."""
+"""Methods that are compiled in place of their module: `Module.compile` gives `torch.compile` the last."""
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
-    """Have compiled models run as written in this process, and the workers told of them."""
+    """Has compiled models run as written in this process, and notes for the workers which these are."""
     group = patches.group("Models are compiled where they are computed: in the workers.")
 
     @functools.wraps(torch.compile)
@@ -91,7 +91,7 @@ def _note_declined(model: Any) -> None:
 
 
 def _module_of(model: Any) -> Any:
-    """Returns the module that a method of it stands for; anything else as it is."""
+    """Returns the module of one of the methods in `_OF_A_MODULE`; anything else as it is."""
     if isinstance(model, types.MethodType) and isinstance(model.__self__, nn.Module) and model.__name__ in _OF_A_MODULE:
         return model.__self__
     return model

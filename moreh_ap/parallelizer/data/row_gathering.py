@@ -202,7 +202,7 @@ class GatheringReduction(JoinedReduction):
                 return func(torch.empty(sizes, device="meta"), *args[1:], **kwargs)
             return func(*args, **kwargs)
         if function_name(func) in MAY_DRAW:
-            with RefusedDraws("the forward draws where it computes the rows of all workers"):
+            with RefusedDraws():
                 return OwnDevice.__torch_function__(self, func, (), *map_leaves(self._whole, (args, kwargs)))
         return OwnDevice.__torch_function__(self, func, (), *map_leaves(self._whole, (args, kwargs)))
 

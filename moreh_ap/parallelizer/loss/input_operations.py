@@ -208,11 +208,15 @@ def _is_real(leaf: Any) -> bool:
 
 
 def _has_fixed_sizes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Says whether the results of a torch function have the same sizes for all numbers in its arguments."""
+    """Says whether the results of a torch function have the same sizes for all numbers in its arguments.
+
+    On meta, a function that reads a number raises RuntimeError; TypeError where it converts to NumPy, ValueError or
+    IndexError where it checks in Python. NotImplementedError, of functions without a meta version, is a RuntimeError.
+    """
     placed = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
     try:
         func(*map_leaves(_on_meta, args), **map_leaves(_on_meta, placed))
-    except Exception:  # of any class: of what reads a number, and of what PyTorch has not written for meta
+    except (RuntimeError, TypeError, ValueError, IndexError):
         return False
     return True
 

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moreh_ap.parallelizer.observation.call_sites import site_of_call
 from moreh_ap.parallelizer.rng.shared_draws import Share
-from moreh_ap.parallelizer.rng.turns import KnownTurns, Turns
+from moreh_ap.parallelizer.rng.turns import KnownTurns, NotedTurns, Turns
 from moreh_ap.patching import Patches
 from moreh_ap.protocol.rng_state import state_of_host
 
@@ -195,7 +195,7 @@ class SharedHostDraws:
         replayed = KnownTurns()
         if known.in_turn:
             assert self.turns is not None  # the caller takes them
-            block, turn = known, self.turns.noted_by(replayed)
+            block, turn = known, NotedTurns(self.turns, replayed)
         else:  # one call a row: its arguments may be others than in the trial, as long as all rows have them
             block, turn = RowDraws((draw,)) if len(known.calls) == 1 else known, None
         self._again[_hash_of_streams()] = block, replayed

@@ -14,21 +14,14 @@ from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers
 
 
 class RefusedDraws(TorchDispatchMode):
-    """While active, nothing may be drawn, on any device.
-
-    Args:
-        reason: What the error says.
+    """While active, no random numbers may be drawn, on any device.
 
     Raises:
-        Diverged: Something is.
+        Diverged: A function draws.
     """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__()
-        self._reason = reason
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if draws_numbers(func, args, kwargs, anywhere=True):
-            raise Diverged(self._reason)
+            raise Diverged("the forward draws where it computes the rows of all workers")
         return func(*args, **kwargs)

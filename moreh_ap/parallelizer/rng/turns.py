@@ -28,9 +28,6 @@ class Turns(Protocol):
     def end(self, share: Share) -> None:
         """Sets the streams to the state after the last row of the batch."""
 
-    def noted_by(self, known: KnownTurns) -> Turns:
-        """Returns the same turns, of which `known` learns the next one, to repeat it."""
-
 
 class KnownTurns:
     """Turns whose states are known from an earlier forward of all rows in this process; the first one is that.
@@ -61,12 +58,9 @@ class KnownTurns:
         self.after(share.total)
         self._place += 1
 
-    def noted_by(self, known: KnownTurns) -> Turns:
-        return _Noted(self, known)
 
-
-class _Noted:
-    """Turns that `known` learns; it is for one place."""
+class NotedTurns:
+    """The same turns, of which `known` learns the next one, to repeat it; for one place."""
 
     def __init__(self, turns: Turns, known: KnownTurns) -> None:
         self._turns, self._known = turns, known
@@ -83,9 +77,6 @@ class _Noted:
         self._turns.end(share)
         self._known.end(share)
         self._known.restart()
-
-    def noted_by(self, known: KnownTurns) -> Turns:
-        return _Noted(self, known)
 
 
 class WorkerTurns:
@@ -111,9 +102,6 @@ class WorkerTurns:
 
     def end(self, share: Share) -> None:
         self._take(range(self._axis.rank, self._axis.size))
-
-    def noted_by(self, known: KnownTurns) -> Turns:
-        return _Noted(self, known)
 
     def _take(self, ranks: range) -> None:
         """Goes on from where the workers of these ranks leave the streams."""

@@ -75,12 +75,11 @@ def find_model(name: str) -> KnownModel:
     )
 
 
-def shape_from_file(path: Path, name: str = "") -> TransformerShape:
+def shape_from_file(path: Path) -> TransformerShape:
     """Returns the shape that a configuration file, or the one in a folder, describes.
 
     Args:
         path: A file, or a folder with a `config.json`.
-        name: How messages call the model; by default the folder's name.
 
     Raises:
         OptionError: There is no such file, it is no JSON object, or it does not describe a decoder.
@@ -95,7 +94,7 @@ def shape_from_file(path: Path, name: str = "") -> TransformerShape:
         raise OptionError(f"{file} is no JSON: {error}", "the config.json of a transformers model", fix) from error
     if not isinstance(config, dict):
         raise OptionError(f"{file} holds a {type(config).__name__}", "an object, as transformers writes it", fix)
-    return from_config(config, name or file.resolve().parent.name)
+    return from_config(config, file.resolve().parent.name)
 
 
 def _plain(name: str) -> str:

@@ -1,1 +1,1 @@
-"""Other workers in place of those of which one was lost: what they are told, and how they take over."""
+"""Workers that replace others of which one was lost: which commands they get, and how they take over."""

@@ -1,4 +1,4 @@
-"""The commands that workers were told since they had nothing, or since a snapshot, for others that take over.
+"""The commands since the workers started, or since a snapshot, for workers that take over.
 
 Decides how much is kept, when a snapshot is due, and when losses are too many. Must not know what a command means:
 `ReplayRules` say that.
@@ -12,7 +12,7 @@ restores the copy, and what followed the snapshot in its message.
 [Note: nothing before the first copy]
 A log of which no one knows whether it will be needed has to cost nothing in a run that is short, or does not train. So
 a frugal one keeps a command until it is answered, and then only what makes the structure of models. It is complete, and
-lost workers can be replaced, once the first snapshot stands for all before it.
+lost workers can be replaced, once the first snapshot replaces all before it.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class CommandLog:
         is_open: Whether commands are noted.
         rules: What is known of them, from then on.
         copies: Returns who keeps the copies of what workers hold; set by the worker group.
-        is_complete: Whether others can be told all that the workers were told.
+        is_complete: Whether all commands can be sent to other workers.
         why_closed: Why they are not noted any more; empty before the log is opened.
-        bound: Why workers under another plan cannot be told what is kept; empty if they can.
+        bound: Why the log cannot be sent to workers under another plan; empty if it can.
         wanted: A command that should go with the next one, if any: a snapshot is due.
         num_copies: How many copies of what workers hold were complete.
     """
@@ -114,7 +114,7 @@ class CommandLog:
 
     @property
     def has_copy(self) -> bool:
-        """Whether a copy of what workers hold stands for commands of before."""
+        """Whether a copy of the workers' state replaces earlier commands."""
         return self.num_copies > 0
 
     @property
@@ -239,7 +239,7 @@ class CommandLog:
             self._forgotten(answered[-1].number)
 
     def _drop(self, commands: Sequence[Logged]) -> None:
-        """Tells the rules what a snapshot stands for, or will."""
+        """Gives the rules the commands that a snapshot replaces, or will."""
         for one in commands:
             self.rules.drop(one.origin, None if one.error is None else _num_done(one.error, self._last_error))
             self._last_error = one.error or self._last_error
@@ -250,7 +250,7 @@ class CommandLog:
         self._files = {file: found for file, found in self._files.items() if file in kept}
 
     def _snapshot_ended(self, logged: Logged, values: Sequence[Any]) -> None:
-        """Has the snapshot stand for all before it, if every worker has its copy. See [Note: snapshots]."""
+        """Drops what is before the snapshot, if every worker has its copy. See [Note: snapshots]."""
         taken, timing = self.rules.taken(logged.origin, values), self._timing
         self._problem = taken.problem
         if taken.problem:

@@ -1,12 +1,12 @@
 """Which hosts have the workers, after one is lost and once others have joined.
 
-Decides whether some hosts can have all workers, and how many of those that wait are used. Must not know how agents are
-told.
+Decides whether some hosts can have all workers, and how many of those that wait are used. Must not know what is sent to
+agents.
 
 [Note: who keeps copies]
 Each host keeps the copies of its own workers and those of the host before it. So what the workers of a lost host held
 is there as long as the host behind it lives: behind it among the hosts that took the last copy, or to which workers
-have been dealt since, once these have been told everything. Before that, hosts that have just joined may be lost.
+have been dealt since, once these got all commands. Before that, hosts that have just joined may be lost.
 """
 
 from __future__ import annotations

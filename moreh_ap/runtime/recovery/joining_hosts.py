@@ -4,7 +4,7 @@ Decides when a host is tried, which can join, and over which link. Must not know
 
 [Note: joining]
 The controller connects to agents, so a host joins when the controller tries it: by ssh or in a Slurm job whatever is
-listed, where `moreh-ap host` listens once it does. Nobody is waited for: a thread tries one host after the other, and a
+listed, where `moreh-ap host` listens once it does. None is waited for: a thread tries one host after the other, and a
 host that joins is compared with this machine, and reaches the hosts in use and they it, as at the start of a run. Its
 agent then waits until there is a copy of what workers hold.
 """
@@ -52,7 +52,7 @@ class JoiningHosts:
             return list(self._waiting)
 
     def take(self, hosts: Sequence[HostConnection]) -> None:
-        """Is told that hosts are used from now on."""
+        """Notes that hosts are used from now on."""
         with self._lock:
             self._waiting = [one for one in self._waiting if one not in hosts]
 

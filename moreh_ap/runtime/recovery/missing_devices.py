@@ -29,7 +29,7 @@ class MissingDevices:
         self._wait_s, self._not_before_s = 0.0, 0.0
 
     def lost(self, num_workers: int) -> None:
-        """Is told how many workers there were before fewer took over."""
+        """Notes the number of workers before fewer took over."""
         self._num_workers = max(self._num_workers, num_workers)
         self._wait_s = min(2 * self._wait_s or FIRST_S, LONGEST_S)
         self._not_before_s = time.monotonic() + self._wait_s

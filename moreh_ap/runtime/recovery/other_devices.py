@@ -1,4 +1,4 @@
-"""Why others take over on more devices or on fewer, as it is told from who starts workers to who chooses plans."""
+"""Why workers on more devices or fewer take over: errors from what starts workers to what chooses plans."""
 
 from __future__ import annotations
 

@@ -4,22 +4,22 @@ Decides how others take over when one is lost. Must not know what a command mean
 
 [Note: replay]
 A command is frozen and names everything by explicit numbers, and random states travel with it. So what workers hold is
-what they were told: others that are told the same, in the same order, hold the same. When a worker is lost, all are
-ended, since its peers may wait for it in a collective for ever; as many others start, join each other, and are told
-again every command that had been answered. Their answers are compared with those of before, which stand. Then the
+the commands that they got: workers that get the same, in the same order, hold the same. When a worker is lost, all are
+ended, since its peers may wait for it in a collective for ever; as many others start, join each other, and get again
+every command that had been answered. Their answers are compared with those of before, which stay valid. Then the
 commands without an answer are sent as they were: whoever waits for one of them waits longer and notices nothing else.
 A command that ended in an error ends in it again, and is skipped by the same commands behind it (see [Note: errors] in
 `outcome_resolver.py`).
 
 [Note: another plan]
-Workers that ran out of memory may not be told the same again: others under another plan, perhaps another number of
-them, make a group of their own, to which the log is handed on. They are told what was answered before the command that
+Workers that ran out of memory cannot repeat the same: others under another plan, perhaps another number of them,
+make a group of their own, to which the log is handed on. They get what was answered before the command that
 failed, with models built under their plans; what each of them answers is not what each of those before did, so it is
 compared from then on only. That command and those behind it are sent to the new group like any others, by the session.
 
 [Note: values on the way]
 On several hosts a large value goes ahead of its command to the memory of each host, over the connections that end with
-the workers, so that whether it has arrived is not known. So commands that others get as they were are packed once more.
+the workers and may not have arrived. So commands that others get as they were are packed once more.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from moreh_ap.runtime.recovery.rules import ReplayRules
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
 from moreh_ap.runtime.worker_group import MakeLauncher, WorkerGroup
 
-_AHEAD = 16  # commands that are told again before the answer to the first of them is waited for
+_AHEAD = 16  # commands that are sent again before the answer to the first of them is waited for
 _SEE = "docs/errors.md#workerlosterror"
 _STARTS = 2  # in a row that fail: a device may be gone
 _DEAD_WITHIN_S = 5.0  # a connection to a process breaks before it is seen to be gone: later on a busy machine
@@ -62,7 +62,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         num_workers: How many processes, one a device.
         make_rules: Returns what the session knows of commands, once they are kept.
         is_frugal: As for `CommandLog`.
-        past: What these workers are told first; None: nothing.
+        past: Which commands these workers get first; None: none.
         make_launcher: As for `WorkerGroup`.
         others: As for `WorkerGroup`.
     """
@@ -166,7 +166,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         return log.bound
 
     def end_for_others(self, error: BaseException, change: Callable[[Any], Any], num_workers: int, reason: str) -> Past:
-        """Ends the workers, and returns what so many others under other plans have to be told.
+        """Ends the workers, and returns the log for so many workers under other plans.
 
         Args:
             error: In which a command has ended that is going to be sent to the others, with all behind it.
@@ -275,7 +275,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             if reason:
                 fact = f"{as_sentence(first.fact)} The run cannot go on: {reason}."
                 raise WorkerLostError(fact, first.allowed, first.fix) from first.__cause__
-            number = self._last_number if number is None else number  # what is told again may be the cause
+            number = self._last_number if number is None else number  # what is sent again may be the cause
         self._log.memory_differs()
         if is_loss:
             self._log.rules.others_took_over()
@@ -333,7 +333,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         return [packed], carrier.execute(logged.number, logged.epoch, packed)
 
     def _compare(self, logged: Logged, payload: list[Packed], pending: Awaited, receiver: Receiver) -> None:
-        """Waits for the answers to a command that was told again, and compares them with those of before.
+        """Waits for the answers to a command that was sent again, and compares them with those of before.
 
         Raises:
             ExactnessError: They differ by more than rounding.
@@ -349,7 +349,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         if outcome.must_stop:
             self._prepare_to_stop(outcome.error)
         if logged.error is None and outcome.error is not None and logged.figures is None:
-            self._stop(outcome.error)  # under another plan: the script, or the session, is told of it
+            self._stop(outcome.error)  # under another plan: the script, or the session, gets the error
             raise Stopping
         if logged.error is None and outcome.error is None:
             now = self._log.rules.figures(logged.origin, outcome.values)

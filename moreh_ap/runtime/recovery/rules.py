@@ -63,7 +63,7 @@ class ReplayRules(Protocol):
         """Returns how the workers' copies went that a command had them take."""
 
     def drop(self, command: Any, num_done: int | None) -> None:
-        """Is told in order what a snapshot stands for, and how many commands in it were carried out (None: all)."""
+        """Called in order with each command that a snapshot replaces, and how many in it were executed (None: all)."""
 
     def from_snapshot(self, command: Any) -> Any:
         """Returns what is sent to other workers in place of all up to the snapshot in `command`, and of its rest."""
@@ -72,7 +72,7 @@ class ReplayRules(Protocol):
         """Returns of a command's results, one a worker, those of what follows the snapshot in it."""
 
     def complete_slot(self) -> int | None:
-        """Returns which slot has the snapshot that stands for commands of before; None without one."""
+        """Returns the slot of the snapshot that replaces earlier commands; None without one."""
 
     def for_others(self, change: Callable[[Any], Any], of_workers: int) -> Callable[[Any], Any]:
         """Returns what changes kept commands of so many workers for others under other plans, which `change` knows."""
@@ -90,7 +90,7 @@ class ReplayRules(Protocol):
         """Returns how figures of a replay differ from those of before; empty if only rounding explains it, or not."""
 
     def others_took_over(self) -> None:
-        """Is called when other workers have been told everything."""
+        """Called when all kept commands were sent to the replacement workers."""
 
     def say(self, line: str) -> None:
         """Prints a line of the log."""

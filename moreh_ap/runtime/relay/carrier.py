@@ -23,7 +23,7 @@ class Carrier(Protocol):
         """Returns by rank whether a worker has answered a command; nothing where all have, or hosts alone know."""
 
     def troubles(self) -> Sequence[Trouble]:
-        """Returns the failures of which workers have told, which they do at once."""
+        """Returns the failures that workers have reported, which they do at once."""
 
 
 class Awaited(Protocol):

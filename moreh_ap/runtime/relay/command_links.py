@@ -128,11 +128,11 @@ class CommandLinks:
         return ()
 
     def troubles(self) -> Sequence[Trouble]:
-        """Returns the failures of which hosts have told, which they do at once."""
+        """Returns the failures that hosts have reported, which they do at once."""
         return self._troubles
 
     def close(self) -> None:
-        """Ends the connections, of which `on_end` is not told."""
+        """Ends the connections without a call of `on_end`."""
         self._is_closed = True
         for stream in self._streams:
             with contextlib.suppress(OSError):

@@ -94,7 +94,7 @@ class CommandRelay:
             threading.Thread(target=target, name=f"moreh-{name}", daemon=True).start()
 
     def close(self) -> None:
-        """Lets nobody in any more, and ends the connection to what is above: nothing is written for it after this."""
+        """Accepts no further connections and ends the one to the relay above: nothing is written to it after this."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -131,7 +131,7 @@ class CommandRelay:
         with self._changed:
             self._workers[hello.number] = Sender(SocketOutgoing(plain))
             self._changed.notify_all()
-        while (frame := read(stream)) is not None:  # the end of its process is told by others
+        while (frame := read(stream)) is not None:  # the end of its process is reported elsewhere
             self._take(hello.number, frame)
 
     def _follow_host(self, index: int, branch: Branch, stream: TlsStream) -> None:

@@ -70,7 +70,7 @@ def branches_of(places: Sequence[tuple[str, int]], fan_out: int = FAN_OUT, first
 
 
 def packed(branch: Branch) -> bytes:
-    """Returns what the host of a branch is told of it."""
+    """Returns what is sent to the host of a branch about it."""
     return json.dumps(_plain(branch), separators=(",", ":")).encode()
 
 

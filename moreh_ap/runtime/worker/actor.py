@@ -54,7 +54,7 @@ class WorkerSpec:
         index: which of the workers of its host it is.
         is_relayed: whether that agent joins the answers of its workers.
         copies: slots of memory that outlives it, in which it keeps copies of what it holds; none without recovery. The
-            executor is told where they are (`keep_copies_in`).
+            executor gets them through `keep_copies_in`.
     """
 
     rank: int

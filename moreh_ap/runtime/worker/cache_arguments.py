@@ -24,7 +24,7 @@ def without_cache(called: Callable[..., Any], kwargs: dict[str, Any]) -> dict[st
     """Keyword arguments that keep a transformers model, or the submodule or method that is called, from filling a
     cache.
 
-    In training nobody reads it. Stages of a pipeline would have different parts of it, and a block that is computed
+    In training it is not read. Stages of a pipeline would have different parts of it, and a block that is computed
     again would fill it twice: transformers switches it off too when it recomputes.
     """
     return {**kwargs, "use_cache": False} if _takes(called, "use_cache") else kwargs

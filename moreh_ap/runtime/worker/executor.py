@@ -82,14 +82,14 @@ class WorkerExecutor:
         self._handlers.update(TraceCommands(self._handlers, is_cuda=self._tables.device.is_cuda).handlers())
 
     def keep_copies_in(self, slots: Sequence[MemoryFile]) -> None:
-        """Is told, before the first command, where copies of what this worker holds lie."""
+        """Takes, before the first command, the memory for copies of this worker's state."""
         self._tables.copies = slots
 
     def execute(self, command: Any) -> Any:
         """Execute one command and return its answer.
 
         Raises:
-            TypeError: Nobody executes commands of this class.
+            TypeError: No subject executes commands of this class.
             Exception: Whatever the user's model or PyTorch raises.
         """
         kind = type(command)

@@ -8,7 +8,7 @@ changes the layout of what it exchanges. So every kind is tried the way the para
 copies that gathering, scattering and summing parameters and gradients take, and hidden states as they cross the tensor
 axis, forward and backward. Every worker computes something before each exchange, so that it finds neither its tensors
 in the cache nor the others in step, as in training. On CPU workers an exchange costs the cores that compute, and pairs
-are tried beside the group of all, all pairs at a time. The median counts. Beside it stands what the worker's own
+are tried beside the group of all, all pairs at a time. The median counts. It is kept beside what the worker's own
 threads took, waiting not counted, of which the lower quartile counts: other programs only add to it.
 """
 

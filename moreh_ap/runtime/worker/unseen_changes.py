@@ -23,7 +23,7 @@ class UnseenChanges:
         attributes: The model's attributes, if those that change in a backward are looked at.
 
     Attributes:
-        warnings: Those that the script was not told of yet.
+        warnings: Those that were not sent to the script yet.
         known: The kinds of calls of which a backward has been looked at.
     """
 

@@ -96,7 +96,7 @@ class WorkerModel:
         self._marks = {} if self.unseen is None else self.unseen.marks()
         self._attributes, self._first_marks = attributes, {} if attributes is None else attributes.marks()
         looks_at_backward = answers_attributes and self.plan.recompute == "none"
-        self.faults: list[str] = []  # tracebacks of errors that are ours, of which the script was not told yet
+        self.faults: list[str] = []  # tracebacks of our own errors, not sent to the script yet
         self.unseen_changes = UnseenChanges(kind, attributes if looks_at_backward else None)
         reports = Reports(self.module, attributes if answers_attributes else None)
         self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
@@ -190,7 +190,7 @@ class WorkerModel:
     def _holder_of(self, root: nn.Module, path: str, name: str) -> tuple[Any, str]:
         """Returns the object of which an attribute is set, and the attribute.
 
-        ``config.name`` reaches into a configuration; some paths stand for variables outside of the model.
+        ``config.name`` reaches into a configuration; some paths name variables outside of the model.
         """
         if is_variable(path):
             return self._variables_of(root, path), name

@@ -183,7 +183,7 @@ class AutoSave:
             return
         finally:
             self._is_saving = False
-        saving.was_told = True  # an error is told by `done`, and not raised at a save of the script
+        saving.was_told = True  # `done` reports an error, which is not raised at a save of the script
         self._begun_at, self._due_s = steps, time.monotonic() + self._every_s
         stopped_s = time.monotonic() - began_s
 
@@ -240,7 +240,7 @@ class AutoSave:
         self._terminated = None
         if self._saving is not None:
             with contextlib.suppress(TimeoutError, CancelledError):
-                self._saving.exception(_COMPLETED_WITHIN_S)  # told by `done`
+                self._saving.exception(_COMPLETED_WITHIN_S)  # `done` reports it
         step = "no step" if self._saved_step is None else f"step {self._saved_step}"
         logger.say(f"SIGTERM: {step} is saved in {self._folder}")
         if callable(self._theirs):

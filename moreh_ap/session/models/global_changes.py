@@ -1,6 +1,6 @@
 """Variables outside of a model on the workers that it reads, and those that it changes.
 
-Decides when the workers are told of a value, and of which variable the script is warned. Which variables there are is
+Decides when a value is sent to the workers, and of which variable the script is warned. Which variables there are is
 for `protocol/script_code/script_globals.py` to know, and `value_forms.py` what it is that changes.
 
 [Note: large values]
@@ -38,7 +38,7 @@ class GlobalChanges:
     def __init__(self, root: nn.Module) -> None:
         own = {*root.modules()}
         variables = [variable for variable in read_by(root) if not _is_in(variable.value(), own)]
-        # Functions that one function has made have the same name: which of them a worker would change, nobody knows.
+        # Functions that one function has made share a name, so that a worker could not tell which of them to change.
         places = Counter((variable.path, variable.name) for variable in variables)
         self._known = [_Known(one, is_one_of_several=places[one.path, one.name] > 1) for one in variables]
 

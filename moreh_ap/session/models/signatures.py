@@ -160,7 +160,7 @@ def form_of(replies: Sequence[Any]) -> list[Any] | None:
     """Returns all of the replies but the numbers in them, to be compared: calls of one form have one structure.
 
     Unlike `Structure.of` it looks at each leaf without a Python call, and of workers of several hosts once at what many
-    say. None if the script has to be told of something.
+    say. None if the script has to get a warning.
     """
     forms: list[Any] = []
     if isinstance(replies, ItemValues):

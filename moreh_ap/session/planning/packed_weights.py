@@ -1,7 +1,7 @@
 """Frozen weights that are packed into fewer bits than a value of PyTorch has, as the planner sees them.
 
-Decides what counts as packed, and how large it is. A packed parameter is a tensor of
-bytes with the constants of its quantization, and the shape of what it stands for, in its attribute `quant_state`.
+Decides what counts as packed, and how large it is. A packed parameter is a tensor of bytes with the constants of its
+quantization, and the shape of the weight that they encode, in its attribute `quant_state`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What other workers are told in place of those that were lost: which commands, and from which copy they go on."""
+"""Which commands are sent to workers that replace lost ones, and from which copy of the state these go on."""

@@ -1,13 +1,12 @@
-"""A copy of what workers hold that have all just failed at the same command, for others under another plan.
+"""A copy of the state of workers that have all just failed at the same command, for workers under another plan.
 
-Decides when what workers hold is what they held before the command that failed. Must not know which plan the others
-have.
+Decides when their state is still that of before the command that failed. Must not know which plan comes next.
 
 [Note: what an error leaves]
-Without recovery nobody keeps what the workers were told. But a forward that ran out of memory on all of them at once
-has changed nothing that they hold, unless it writes buffers, parameters or attributes; and no backward was about to go
-through another call, since then there is no copy. So each worker writes its copy now. The values of the commands that
-failed, and were skipped behind it, are still in the memory in which they were sent; the script may have others by now.
+Without recovery no commands are kept. But a forward that ran out of memory on all workers at once has changed nothing
+of their state, unless it writes buffers, parameters or attributes; a call that still waits for its backward cannot be
+copied. So each worker writes its copy now. The tensors of the commands that failed, and were skipped behind it, are
+still in the memory in which they were sent; the script may have changed its own by now.
 """
 
 from __future__ import annotations
@@ -66,15 +65,15 @@ _NOT_READ = (
     StepOptimizer,
     WriteState,
 )
-"""Commands whose answers nobody needs, or can ask for again: an error takes those of its message with it."""
+"""Commands whose answers are not read, or can be asked for again: an error loses those of its whole message."""
 
 
 class CannotCopy(Exception):
-    """What workers hold is no more what it was; the text says why."""
+    """The state of the workers is no longer that of before the command; the text says why."""
 
 
 class CopyAfterError:
-    """The copy, and what others have to be told beside it.
+    """The copy, and the commands to be sent after it.
 
     Args:
         workers: All of which have failed.
@@ -108,7 +107,7 @@ class CopyAfterError:
         copy = TakeSnapshot(self._memory.files[0], 1, self._memory.most_bytes(), after_error=True)
         try:
             answers = workers.submit(Batch((copy,))).result()
-        except Exception as another:  # of any class: the script is told of the first one
+        except Exception as another:  # of any class: the first error reaches the script
             raise CannotCopy(f"{type(another).__name__}: {another}") from another
         return [one[0] for one in answers], RestoreSnapshot(copy.slot, copy.number, workers.num_workers)
 
@@ -123,12 +122,12 @@ class CopyAfterError:
     def messages(
         self, change: Callable[[Any], Any], promise: Callable[[], Any], restored: Callable[[], object]
     ) -> list[tuple[list[Any], list[Any]]]:
-        """Returns what others are told: commands, and promises of their results.
+        """Returns the messages for the next workers: commands, and promises of their results.
 
         Args:
             change: Returns a command for them, itself if it does not depend on plans.
             promise: Makes a promise.
-            restored: Called once they have taken the copy over.
+            restored: Called once the workers have restored the copy.
         """
         first = [change(command) for command in self._first]
         posted = [promise() for _ in first]

@@ -1,6 +1,6 @@
-"""What workers that take over are told of the commands that those before them have answered, and how answers compare.
+"""Which answered commands are sent again to workers that take over, and how their answers are compared.
 
-Decides which commands are not carried out again, which ones a snapshot stands for, and which differences rounding
+Decides which commands are not executed again, which ones a snapshot replaces, and which differences rounding
 explains. Must not know when commands are kept and snapshots taken, nor how workers are replaced (`runtime/recovery`).
 """
 
@@ -82,15 +82,15 @@ class SessionReplayRules:
     # -- snapshots -------------------------------------------------------------------------------------------------
 
     def may_copy(self) -> bool:
-        """Returns whether workers may copy what they hold: no copy has files that they write in the background."""
+        """Returns whether workers may copy their state: a copy cannot have files that are written in the background."""
         return not background_save.awaited
 
     def next_snapshot(self, most_bytes: int, most_s: float) -> Any:
-        """Returns a command that has workers copy what they hold, if that has so many bytes and takes so long."""
+        """Returns a command that has workers copy their state, within so many bytes and seconds."""
         return self._slots.next_copy(most_bytes, most_s)
 
     def taken(self, command: Any, values: Sequence[Any]) -> Taken:
-        """Returns how the workers' copies went that a command had them take."""
+        """Returns the outcome of the snapshot that a command had all workers take."""
         place = _place_of_snapshot(command)
         answers = [one[place] for one in values]
         problem = next((one.problem for one in answers if one.problem), "")
@@ -102,7 +102,7 @@ class SessionReplayRules:
         return Taken(problem, problem == STILL_OPEN, is_too_large, seconds, since_s, num_bytes, needed_s, bound)
 
     def drop(self, command: Any, num_done: int | None) -> None:
-        """Keeps of a command that a snapshot stands for what has to be told again before it is restored.
+        """Keeps the parts of a command, of those that a snapshot replaces, that are sent again before it is restored.
 
         Args:
             command: The command.
@@ -113,7 +113,7 @@ class SessionReplayRules:
         self._structure.add(commands[restored[-1] + 1 :] if restored else commands)  # what is before it is known
 
     def from_snapshot(self, command: Any) -> Any:
-        """Returns what other workers are told in place of all up to the snapshot in a command, and of its rest."""
+        """Returns what replacement workers get: it restores the snapshot in `command`, then does what follows it."""
         place = _place_of_snapshot(command)
         self.drop(replace(command, commands=command.commands[:place]), None)
         restore = self._slots.completed(command.commands[place])
@@ -125,11 +125,11 @@ class SessionReplayRules:
         return [answers[place + 1 :] for answers in values]
 
     def complete_slot(self) -> int | None:
-        """Returns which slot has the snapshot that stands for commands of before; None without one."""
+        """Returns the slot of the snapshot that replaces earlier commands; None without one."""
         return self._slots.complete
 
     def for_others(self, change: Callable[[Any], Any], of_workers: int) -> Callable[[Any], Any]:
-        """Returns what changes a kept command for workers under other plans, which are told what is kept from now on.
+        """Returns a function that adapts kept commands to workers under other plans.
 
         Args:
             change: Returns a command for them, itself if it does not depend on plans.
@@ -168,7 +168,7 @@ class SessionReplayRules:
         return tuple(found)
 
     def again(self, command: Any) -> Any:
-        """Returns the command, with something that does nothing in place of what is done once."""
+        """Returns the command, with `Synchronize` in place of commands that are executed once only."""
         if type(command) is not Batch:
             return Synchronize() if _is_done_once(command) else command
         commands = [Synchronize() if _is_done_once(one) else one for one in command.commands]
@@ -186,7 +186,7 @@ class SessionReplayRules:
         return ""
 
     def others_took_over(self) -> None:
-        """Tells the session that other workers have been told everything."""
+        """Notifies the session that all kept commands were sent to the replacement workers."""
         self._on_others()
 
     def say(self, line: str) -> None:

@@ -1,11 +1,11 @@
-"""Other workers take over under other plans, with the state that the workers have after the first step.
+"""Replacement workers under other plans take over the state that the workers have after the first step.
 
 Decides which plan comes next, whether its workers can have the state, and the error for the script if not. Must not
 know how copies are put together (`runtime/worker/snapshots`), nor what happens before that step (`oom_recovery.py`).
 
 [Note: after the first step]
-From then on only the workers have the state. Where recovery keeps copies of it, others under the next plan take over
-from the last one, are told what the workers had been told since, and then the command that failed and all behind it
+From then on only the workers have the state. Where recovery keeps copies of it, workers under the next plan restore
+the last copy, get the commands that were sent since, and then the command that failed and all behind it
 (`runtime/recovery/recovering_group.py`, [Note: another plan]). Where none are kept, the workers write copies now, if
 the command has changed nothing (`session/replay/copy_after_error.py`). The plan may split layers only as the one before
 did: what the controller knows of places of tensors stays true. Else the error goes to the script with the reason, and a
@@ -47,7 +47,7 @@ from moreh_ap.states import SessionState
 
 
 class TakingOver:
-    """Has others take over. See [Note: after the first step].
+    """Starts replacement workers and hands the state over to them. See [Note: after the first step].
 
     Args:
         session: The session of the workers.
@@ -194,8 +194,8 @@ class TakingOver:
         raise PlanError("no plan fits on them")
 
     def _others(self, error: Exception, change: Callable[[Any], Any], num_devices: int, reason: str) -> WorkerGroup:
-        """Returns others that are told first what the workers were told before an error, and are on their way."""
-        workers = cast(RecoveringWorkerGroup, self._session.workers)  # which alone are not bound
+        """Starts workers that first get the commands that were sent before an error; returns them, not yet ready."""
+        workers = cast(RecoveringWorkerGroup, self._session.workers)  # only these keep commands
         past = workers.end_for_others(error, change, num_devices, reason)
         return self._session.restart_workers(num_devices, past)
 
@@ -210,7 +210,7 @@ class TakingOver:
         return splits_alike and (not self._session.has_differentiated or plan == plan.whole_model())
 
     def _copied(self, error: Exception, failed: Planned) -> CopyAfterError | None:
-        """Returns a copy that the workers have written now; None where recovery has what others have to be told.
+        """Returns a copy that the workers have written now; None where recovery has kept copy and commands.
 
         Raises:
             PlanError: There is neither.
@@ -221,21 +221,22 @@ class TakingOver:
             return None
         if session.options.recovery == "memory" or not session.workers.shares_memory:
             raise _too_late(failed, why_bound)
-        session.forget_commands("a plan ran out of memory")  # others would be told the copy, and not what made it
+        # Replacement workers get the copy, and not the commands before it.
+        session.forget_commands("a plan ran out of memory")
         try:
             return CopyAfterError(session.workers, error, session.outbox.unanswered)
         except CannotCopy as reason:
             raise _too_late(failed, f"{reason}, and {why_bound}") from reason
 
     def _tell_of(self, remote: RemoteModel, planned: Planned) -> None:
-        """Has others see that a model is under another plan."""
+        """Writes a model's new plan into its file and the job's record, and watches its steps anew."""
         write_selected(planned.plan, planned.task)
         self._session.job.has_model(type(remote.root).__name__, str(planned.plan))
         self._session.watch = Watch(self._session.outbox, planned.expected, lambda *_: self._session.stop_watching())
 
 
 def under(models: Mapping[str, RemoteModel]) -> Callable[[Any], Any]:
-    """Returns the change to each command that is told again: models are built under their present plans."""
+    """Returns the change to each command that is sent again: models are built under their present plans."""
 
     def change(command: Any) -> Any:
         if not isinstance(command, BuildModel) or command.owner not in models:

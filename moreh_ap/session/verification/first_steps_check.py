@@ -1,6 +1,6 @@
 """Compares the first training steps with those of one device: `MOREH_CHECK=3 python train.py`.
 
-One more worker is told what the others are told and computes it alone, so the script runs once. Losses and gradients
+One more worker gets the same commands and computes the whole batch alone, so the script runs once. Losses and gradients
 are compared before each step, parameters and buffers after it.
 
 [Note: equal gradients]

@@ -50,7 +50,7 @@ def _opened(file: MemoryFile) -> int | None:
         if os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{file.name} "):
             return descriptor
         os.close(descriptor)
-    except OSError:  # another namespace, or a controller that lets nobody look at it
+    except OSError:  # another namespace, or a controller whose memory may not be read
         return None
     return None
 

@@ -205,7 +205,7 @@ def _at_others(
 def _holder(shard: StateShard, host: int, per_host: int) -> int | None:
     """Returns the first worker of a host with what this worker has of a parameter. See [Note: copies of others].
 
-    None where only this worker's own copy may stand for it, or no worker of the host has it.
+    None where only this worker's own copy can replace it, or no worker of the host has it.
     """
     copies = shard.copies
     if copies is None or copies.size == 1:
