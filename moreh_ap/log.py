@@ -323,13 +323,13 @@ def candidate_lines(choice: Choice) -> Iterable[str]:
         )
 
 
-def write_selected_config(plan: Plan, global_batch: int, path: str | Path = SELECTED_CONFIG_FILE) -> Path:
+def write_selected_config(plan: Plan, global_batch: int) -> Path:
     """Writes the selected plan, in the platform's form and in ours, and returns the file's path.
 
     Raises:
         OSError: The file cannot be written.
     """
-    path = Path(path)
+    path = Path(SELECTED_CONFIG_FILE)
     path.write_text(f"{plan.platform_line(global_batch)}\nplan : {plan}\n", encoding="utf-8")
     return path
 

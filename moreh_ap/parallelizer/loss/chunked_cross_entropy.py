@@ -128,10 +128,10 @@ def chunked_cross_entropy(
     return result if torch.is_autocast_enabled(logits.device.type) else result.to(logits.dtype)
 
 
-def chunks(logits: Tensor) -> Iterator[slice]:
-    """Yields the rows of each chunk of (rows, classes)."""
-    rows = max(1, CHUNK_ELEMENTS[logits.device.type] // logits.shape[1])
-    return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
+def row_chunks(num_rows: int, num_classes: int, device_type: str) -> Iterator[slice]:
+    """Yields the rows of each chunk of logits of (rows, classes)."""
+    rows = max(1, CHUNK_ELEMENTS[device_type] // num_classes)
+    return (slice(start, start + rows) for start in range(0, num_rows, rows))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -141,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
         totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(totals)
-        for rows in chunks(logits):
+        for rows in row_chunks(*logits.shape, logits.device.type):
             scores = logits[rows].float()
             total = torch.logsumexp(scores, -1)
             wanted = scores.gather(-1, target[rows, None]).squeeze(-1)
@@ -158,7 +158,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted
             return _differentiable(logits, target, ctx.smoothing, grad), None, None
         result = torch.empty_like(logits)
-        for rows in chunks(logits):
+        for rows in row_chunks(*logits.shape, logits.device.type):
             scores = (logits[rows].float() - totals[rows, None]).exp_()
             if ctx.smoothing > 0:
                 scores.sub_(ctx.smoothing / logits.shape[1])

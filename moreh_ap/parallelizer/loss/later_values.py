@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.loss.chunked_cross_entropy import CHUNK_ELEMENTS
+from moreh_ap.parallelizer.loss.chunked_cross_entropy import row_chunks
 
 aten = torch.ops.aten
 
@@ -80,8 +80,7 @@ class InRows(LaterValues):
 
     def chunks(self) -> Iterator[slice]:
         """Yields the rows of each chunk."""
-        step = max(1, CHUNK_ELEMENTS[self.device.type] // self.shape[-1])
-        return (slice(start, start + step) for start in range(0, self.num_rows, step))
+        return row_chunks(self.num_rows, self.shape[-1], self.device.type)
 
     def rows(self, where: Where, seen: Seen | None = None) -> Tensor:
         """Returns (rows, classes); `seen` has what was computed for the same chunk."""

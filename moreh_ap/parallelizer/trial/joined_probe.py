@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.pipelined_forward import PipelinedPass
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
@@ -67,23 +66,13 @@ class JoinedProbe(Probe):
     """
 
     is_joined = True
+    _least_each = FEWEST_A_WORKER
     parts: tuple[Part, ...] = ()
     counts_rows = False
     _noise = 0.5
     """A bias in front of batch normalisation has a gradient of zero, which is the difference of large sums."""
     _least_rounding = 0.02
     """Part of a gradient's norm that rounding explains in any case. See [Note: rounding]."""
-
-    def __init__(
-        self,
-        call: Call,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        rows: int,
-        dims: Sequence[int | None] | None = None,
-        each: int = 1,
-    ) -> None:
-        super().__init__(call, args, kwargs, rows, dims, max(each, FEWEST_A_WORKER))
 
     def _choose_rows(self) -> list[int]:
         workers = self.call.axis.size

@@ -81,7 +81,7 @@ class Probe:
         repeats, has_graph: See `RandomPolicy.find_draws`; whether draws are found by forwards with gradients.
     """
 
-    is_joined, _gathers, in_order = False, False, True
+    is_joined, _gathers, in_order, _least_each = False, False, True, 1
     steps: tuple[Step, ...] = ()
     turned = repeats = has_graph = False
     _noise = 1e-2
@@ -109,7 +109,7 @@ class Probe:
         self.call, self.rows = call, rows
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
-        self.each = each
+        self.each = max(each, self._least_each)
         self._ran: Sequence[int] = ()
         self._drew = RandomPolicy()
         self._chosen = self._choose_rows()

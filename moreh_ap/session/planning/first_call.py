@@ -1,8 +1,8 @@
 """The plan of a model at its first call: chosen, and verified if it is not yet verified for the model's family.
 
 Decides when a small copy of the model is trained first, under the plan and in this process, and the error if the
-numbers differ. Must not know how a plan is chosen or carried out. The script's random streams,
-gradients and log of the plan are as if nothing had been verified.
+numbers differ. Must not know how a plan is chosen or carried out. The script's random streams, gradients and log of the
+plan are as if nothing had been verified.
 """
 
 from __future__ import annotations
@@ -136,12 +136,9 @@ def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: 
         raise PlanError(error.fact, error.allowed, error.fix or _instead(trial)) from error
     except WorkerLostError:
         raise
-    except (
-        Exception
-    ) as error:  # of any class: the copy's forward is the model's code, and a worker raises what that raised
-        raise _verification_failed(
-            type(root).__name__, trial, f"a small copy raised {type(error).__name__}: {error}"
-        ) from error
+    except Exception as error:  # of any class: the copy's forward is the model's code, here and on the workers
+        reason = f"a small copy raised {type(error).__name__}: {error}"
+        raise _verification_failed(type(root).__name__, trial, reason) from error
     finally:
         session.generator = before
 

@@ -16,11 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from moreh_ap.protocol.encoding import Packed
-from moreh_ap.protocol.messages.calls import (
-    Backward,
-    DefineSignature,
-    ReleaseCalls,
-)
+from moreh_ap.protocol.messages.calls import Backward, DefineSignature, ReleaseCalls
 from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetKernelFormats, SetRequiresGrad
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer, ReleaseOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.row_shards import ReleaseRowShards

@@ -27,7 +27,7 @@ def many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits of this size are many, and a chunk has seven rows of them."""
     for module in (chunked_cross_entropy, later_operations):
         monkeypatch.setattr(module, "LEAST_ELEMENTS", {"cpu": CHUNK})
-    monkeypatch.setattr(later_values, "CHUNK_ELEMENTS", {"cpu": CHUNK})
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_ELEMENTS", {"cpu": CHUNK})
     monkeypatch.setattr(later_operations, "LEAST_CLASSES", CLASSES)
 
 
