@@ -141,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
         totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(totals)
-        for rows in row_chunks(*logits.shape, logits.device.type):
+        for rows in row_chunks(len(logits), logits.shape[1], logits.device.type):
             scores = logits[rows].float()
             total = torch.logsumexp(scores, -1)
             wanted = scores.gather(-1, target[rows, None]).squeeze(-1)
@@ -158,7 +158,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted
             return _differentiable(logits, target, ctx.smoothing, grad), None, None
         result = torch.empty_like(logits)
-        for rows in row_chunks(*logits.shape, logits.device.type):
+        for rows in row_chunks(len(logits), logits.shape[1], logits.device.type):
             scores = (logits[rows].float() - totals[rows, None]).exp_()
             if ctx.smoothing > 0:
                 scores.sub_(ctx.smoothing / logits.shape[1])
