@@ -242,7 +242,7 @@ class Drawing:
     def __init__(self, shared: SharedDraws | None = None, host: SharedHostDraws | None = None) -> None:
         self._shared, self._shared_host = shared, host
         self._counts: WorkerCounts | None = None
-        self._stream, self._host = state_of_stream(), host_position()
+        self._stream, self._host = _stream_position(), host_position()
 
     def take_turns(self, turns: Callable[[], Turns], gathering: type[Any] | None) -> Callable[[], None] | None:
         """Has the forward draw in turn with other workers, if it draws for rows from the host's streams.
@@ -302,7 +302,7 @@ class Drawing:
     def moved(self) -> bool:
         """Says whether anything was drawn: from the host's streams, PyTorch's on the CPU, a generator of the model."""
         has_shared = self._shared is not None and self._shared.has_drawn()
-        return has_shared or self.moved_host() or self._stream != state_of_stream()
+        return has_shared or self.moved_host() or self._stream != _stream_position()
 
 
 def current_streams() -> Streams:
@@ -384,9 +384,14 @@ def _seeded_stream(seed: int) -> Tensor:
 
 def _stream_fingerprint() -> int:
     """Returns a hash below 2^16 of the position of the CPU's stream."""
-    return zlib.crc32(state_of_stream()) % 2**16
+    return zlib.crc32(_stream_position()) % 2**16
 
 
 def _fingerprint_with_host() -> int:
     """Returns a hash below 2^16 of the positions of all streams, and of what was drawn for rows."""
     return zlib.crc32(repr((state_of_host(), SharedHostDraws.mark)).encode(), _stream_fingerprint()) % 2**16
+
+
+def _stream_position() -> bytes:
+    """Returns the state of the CPU's stream."""
+    return torch.default_generator.get_state().numpy().tobytes()
