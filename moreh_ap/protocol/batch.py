@@ -36,10 +36,10 @@ def row_range(rank: int, world: int, rows: int) -> tuple[int, int]:
 
 
 def local_entries(tensor: torch.Tensor, rank: int, world: int, rows: int) -> torch.Tensor:
-    """Returns a worker's slice of a tensor whose dim 0 has one or several consecutive entries for each row."""
-    entries = tensor.shape[0] // rows
-    start, stop = row_range(rank, world, rows)
-    return tensor[start * entries : stop * entries]
+    """Returns a worker's slice of a tensor whose dim 0 has one or several consecutive entries for each row, or one for
+    several rows (a convolution that merges four steps)."""
+    start, stop = (end * tensor.shape[0] // rows for end in row_range(rank, world, rows))
+    return tensor[start:stop]
 
 
 def slice_rows(leaves: Sequence[Any], rows: int, start: int, stop: int) -> list[Any]:
@@ -94,8 +94,8 @@ def row_dims_elsewhere(leaves: Sequence[Any]) -> list[list[int | None]]:
 
 
 def is_square(leaf: Any) -> bool:
-    """Says whether a leaf is a tensor with as many rows as columns, such as a mask."""
-    return isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.shape[0] == leaf.shape[1]
+    """Says whether a leaf is a tensor with as many rows as columns, such as a mask, also ``[steps, steps, 1]``."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 1 and leaf.shape[0] ** 2 == leaf.shape[1] ** 2 == leaf.numel()
 
 
 def are_single_rows(leaves: Sequence[Any], rows: int) -> bool:

@@ -25,7 +25,12 @@ from moreh_ap.protocol.script_code.script_environment import ScriptEnvironment
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import replaying
-from moreh_ap.session.models.training_forwards import draws_for_pyro, runs_in_script
+from moreh_ap.session.models.training_forwards import (
+    draws_for_pyro,
+    follow_from_each_other,
+    may_differentiate_arguments,
+    runs_in_script,
+)
 from moreh_ap.session.own_process.faster_place import StepTrial
 from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import first_call
@@ -54,7 +59,7 @@ class ModelRegistry:
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
         self._environment = ScriptEnvironment()
-        self._run_here: IdentityTable[nn.Module, bool] = IdentityTable()  # see `_runs_here`
+        self._run_here: IdentityTable[nn.Module, bool | None] = IdentityTable()  # see `_runs_here`
         self._calling_here = threading.local()  # whether this thread is in `call_here`
         # Of models that have left the workers to be timed in this process.
         self._plans: IdentityTable[nn.Module, Plan] = IdentityTable()
@@ -113,7 +118,9 @@ class ModelRegistry:
         if getattr(self._calling_here, "active", False):
             return None
         parameter = next(iter(module.parameters()), None)
-        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda or self._runs_here(module):
+        if not isinstance(parameter, VirtualTensor) or not parameter.is_cuda:
+            return None
+        if self._runs_here(module, args, kwargs):
             return None
         value = parameter._cell.value
         if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
@@ -123,17 +130,19 @@ class ModelRegistry:
                     return None
                 garbage_at_start.include_older_objects()
                 path, is_due = model.path_of(module), self._small.places.is_due(model.root)
-                if not model.script_hooks.any and not is_due:  # a call with hooks may have to be repeated
+                is_sure = self._run_here[module] is not None and not is_due
+                if is_sure and not model.script_hooks.any:  # a call with hooks may have to be repeated
                     self.routes[module] = functools.partial(call_on_route, weakref.ref(model), path)
                 return model, path
             return self._build(module if not model.contains(module) else model.root, module, args, kwargs)
         return self._build(self._moved_root(module), module, args, kwargs)
 
-    def _runs_here(self, module: nn.Module) -> bool:
-        """Returns whether a module's forward runs in the script, for what its code does."""
+    def _runs_here(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Returns whether a call of a module runs in the script, for what its forward's code does."""
         if module not in self._run_here:
-            self._run_here[module] = runs_in_script(module)
-        return self._run_here[module]
+            self._run_here[module] = runs_in_script(module) or (None if may_differentiate_arguments(module) else False)
+        known = self._run_here[module]
+        return follow_from_each_other((args, kwargs)) if known is None else known
 
     def call_here(self, model: RemoteModel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a call that adds members to a model, on the script's own modules and operation by

@@ -175,3 +175,39 @@ def test_forward_mode():
         return trace, torch.func.jvp(outputs, (parameters,), (directions,))
 
     assert_same(*on_both(script))
+
+
+def test_a_module_that_differentiates_what_it_is_given_by_what_that_was_computed_from(accelerator):
+    """The path lengths of StyleGAN2, as a module with an average among its parameters."""
+    accelerator("replicate=2", strict=True)
+
+    class PathLengths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.average = nn.Parameter(torch.tensor(0.5), requires_grad=False)
+
+        def forward(self, w, x):
+            (gradient,) = torch.autograd.grad(
+                (x * torch.linspace(0, 1, x.shape[1], device=x.device)).sum(), w, create_graph=True
+            )
+            lengths = gradient.pow(2).sum(1).sqrt()
+            loss = (lengths - self.average).pow(2).mean()
+            self.average.mul_(0.9).add_(lengths.mean().detach(), alpha=0.1)
+            return loss
+
+    def script(device):
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)).to(device)
+        mapping, lengths = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device), PathLengths().to(device)
+        optimizer, trace = torch.optim.Adam([*generator.parameters(), *mapping.parameters()], lr=1e-2), []
+        for _ in range(3):
+            w = mapping(torch.randn(6, 4).to(device))
+            images = generator(w)
+            loss = images.pow(2).mean() + lengths(w, images)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return trace, lengths.average, generator.state_dict(), mapping.state_dict()
+
+    assert_same(*on_both(script))

@@ -179,3 +179,27 @@ def test_the_verdict_on_few_rows_is_not_that_on_more(accelerator, modes):
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert [mode for _, mode, _ in modes] == ["unsplit", "split"]
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_a_layer_that_merges_four_rows_into_one_is_split_between_groups_of_four(accelerator, plan):
+    accelerator(plan, strict=True)
+
+    class Compression(nn.Module):
+        """As compressive transformers have it: `mem_TBD` has its steps first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.merged = nn.Conv1d(6, 6, kernel_size=4, stride=4)
+
+        def forward(self, mem_TBD):
+            return self.merged(mem_TBD.permute(1, 2, 0)).permute(2, 0, 1)
+
+    def script(device):
+        torch.manual_seed(0)
+        model = Compression().to(device)
+        sizes = [(8, 3), (16, 3), (16, 800)]  # the last stays on the workers
+        batches = [torch.randn(*size, 6).to(device) for size in sizes]
+        return train(model, batches, lambda model, mem: (model(mem) * 2).pow(2).mean())
+
+    assert_same(*on_both(script))

@@ -158,8 +158,9 @@ class MicroBatchedForward(Execution):
             if grad is None or kind == "share":
                 grads.append(grad)
             else:
-                entries = grad.shape[0] // self._rows if kind == "rows" else 0  # a row may have several in dim 0
-                own = grad[start * entries : stop * entries] if kind == "rows" else grad / self._num_micro_batches
+                entries = grad.shape[0] if kind == "rows" else 0  # a row may have several in dim 0, or a part of one
+                first, last = start * entries // self._rows, stop * entries // self._rows
+                own = grad[first:last] if kind == "rows" else grad / self._num_micro_batches
                 grads.append(own)
         return grads
 

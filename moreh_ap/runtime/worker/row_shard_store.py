@@ -100,7 +100,7 @@ class RowShard:
         if self.rows is None:
             return full
         start, stop = row_range(self.axis.rank, self.axis.size, self.rows)
-        return full // self.rows * (stop - start)
+        return full * (stop - start) // self.rows
 
     def reply(self) -> LeafReply | None:
         """Returns the shard as the controller gets it; None if another worker sends it."""

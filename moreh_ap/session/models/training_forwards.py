@@ -1,11 +1,13 @@
-"""Forwards that run in the script: those that train, draw for Pyro, draw in a backward, or mark parameters.
+"""Forwards that run in the script: those that train, draw for Pyro, draw in a backward, mark parameters, or
+differentiate what they are given.
 
 A forward that trains computes gradients and steps an optimizer itself, as the meta-learner of MAML does. One that draws
 for Pyro speaks to handlers (a trace, a replay) that the script has entered, and no worker has. One that goes through a
 `torch.autograd.Function` whose backward draws random numbers (Shake-Shake, ShakeDrop) moves the script's stream between
 the script's own draws. One that sets an attribute on a parameter (``self.weight.org = ...``, binary networks) shares it
-with the script, which has parameters of its own. Decides which modules have one; the other modules that it calls run on
-the workers. Must not know what is done with a module.
+with the script, which has parameters of its own. One that differentiates an argument by another (the path length
+penalty of StyleGAN2 as a module with averages of its own) goes through a graph that the script has. Decides which
+modules have one; the other modules that it calls run on the workers. Must not know what is done with a module.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import dis
 import inspect
 import itertools
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from moreh_ap.protocol.script_code.script_globals import functions_of
 
@@ -62,4 +66,26 @@ def marks_parameters(module: nn.Module) -> bool:
             is_set = after.opname == "STORE_ATTR" and not hasattr(Tensor, after.argval)
             if is_set and before.opname == "LOAD_ATTR" and before.argval in names:
                 return True
+    return False
+
+
+def may_differentiate_arguments(module: nn.Module) -> bool:
+    """Says whether the code of a module's forward calls `torch.autograd.grad`."""
+    code = getattr(inspect.unwrap(module.forward), "__code__", None)
+    return code is not None and "grad" in code.co_names
+
+
+def follow_from_each_other(arguments: Any) -> bool:
+    """Says whether one of the tensors among the arguments of a call was computed from another one."""
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    nodes = {tensor.grad_fn for tensor in tensors}
+    leaves = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
+    waiting, seen = [node for node in nodes if node is not None], set()
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if (node in nodes and node is not None) or id(getattr(node, "variable", None)) in leaves:
+                return True
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
     return False

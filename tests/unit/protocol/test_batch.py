@@ -34,6 +34,11 @@ def test_a_tensor_with_several_entries_a_row_is_cut_between_rows():
     ]
 
 
+def test_a_tensor_with_an_entry_for_several_rows_is_cut_between_groups_of_rows():
+    entries = torch.arange(4)  # one for two of eight rows each
+    assert [batch.local_entries(entries, rank, 2, 8).tolist() for rank in range(2)] == [[0, 1], [2, 3]]
+
+
 def test_the_first_tensor_with_dims_tells_the_rows():
     assert batch.num_rows(["text", torch.tensor(3.0), torch.zeros(5, 2), torch.zeros(7)]) == 5
     assert batch.num_rows([torch.tensor(3.0), 4]) is None
@@ -72,6 +77,7 @@ def test_rows_along_the_second_dim_are_those_of_the_first_tensor_that_has_one():
 def test_masks_of_as_many_steps_as_rows_may_be_whole():
     steps_TBF, mask_TT = torch.zeros(5, 5, 3), torch.zeros(5, 5)
     assert batch.row_dims_elsewhere([steps_TBF, mask_TT]) == [[1, 1], [1, None], [0, None]]
+    assert batch.row_dims_elsewhere([steps_TBF, mask_TT.unsqueeze(2)]) == [[1, 1], [1, None], [0, None]]
 
 
 def test_rows_may_be_first_in_the_input_and_second_in_a_state():

@@ -78,3 +78,9 @@ def test_a_change_in_place_is_seen_through_all_views_and_loses_no_precision(stor
     store.run("aten::add_.Tensor", RowShardRef(1), 1.0)
     assert torch.equal(view.tensor, (expected + 1.0)[:, 2:5])
     assert store.logits.held.dtype == torch.bfloat16
+
+
+def test_a_dim_may_have_an_entry_for_several_rows():
+    shard = RowShard(torch.zeros(1, 3), Axis(0, 2, None), 8, True, torch.float32)
+    assert shard.local_size(2) == 1, "one of each four rows"
+    assert shard.local_size(24) == 12, "three of each row"

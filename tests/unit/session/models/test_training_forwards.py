@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from moreh_ap.session.models.training_forwards import (
     draws_for_pyro,
     draws_in_backward,
+    follow_from_each_other,
     marks_parameters,
+    may_differentiate_arguments,
     runs_in_script,
     trains_itself,
 )
@@ -121,3 +123,23 @@ class Counting(nn.Linear):
 def test_a_forward_that_sets_an_attribute_on_a_parameter():
     assert marks_parameters(nn.Sequential(nn.Linear(2, 2), Binary(2, 2))) and runs_in_script(Binary(2, 2))
     assert not marks_parameters(Counting(2, 2)) and not runs_in_script(nn.Sequential(Counting(2, 2), nn.Dropout()))
+
+
+def test_a_forward_that_differentiates_one_argument_by_another():
+    class PathLengths(nn.Module):
+        def forward(self, w: Tensor, x: Tensor) -> Tensor:
+            (gradient,) = torch.autograd.grad(x.sum(), w, create_graph=True)
+            return gradient.norm()
+
+    assert may_differentiate_arguments(PathLengths())
+    assert not may_differentiate_arguments(nn.Linear(2, 2))
+
+
+def test_arguments_follow_from_each_other_where_one_was_computed_from_another():
+    w = torch.ones(2, requires_grad=True)
+    hidden = w * 2
+    assert follow_from_each_other(((w, hidden.exp().sum()), {})), "of a leaf"
+    assert follow_from_each_other(((hidden,), {"image": hidden.exp().sum()})), "of a result"
+    assert not follow_from_each_other(((w, torch.ones(2, requires_grad=True) * 3), {}))
+    assert not follow_from_each_other(((hidden, w.exp()), {})), "both of a third"
+    assert not follow_from_each_other(((torch.ones(2), 3), {}))
