@@ -88,6 +88,8 @@ def layer_time(
         elif product.split == "outer":
             outer /= tensor
         width = inner if inner < outer else outer
+        if not width:  # a table of no entries, such as the memories of a layer that is made with none
+            continue
         used = tokens * product.share
         each = used / product.copies
         slowed = (1.0 + half_tokens / each) * (1.0 + half_width / width)

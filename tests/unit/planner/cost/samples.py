@@ -17,10 +17,10 @@ RING = Link("ring", 1e9, 1e-4)
 SYSTEM = replace(MOREH_AP_ON_CPU, host_s_per_kernel=1e-5)
 
 
-def step(plan: str, between: Link = RING, device: Device = DEVICE, system=SYSTEM, rows: int = 16):
+def step(plan: str, between: Link = RING, device: Device = DEVICE, system=SYSTEM, rows: int = 16, profile=TINY):
     found = Plan.parse(plan)
     cluster = Cluster(device, found.num_devices, found.num_devices, between, between)
-    return estimate_step(TINY, found, rows, cluster, system, replace(COEFFICIENTS, step_s=0.0))
+    return estimate_step(profile, found, rows, cluster, system, replace(COEFFICIENTS, step_s=0.0))
 
 
 LARGE = TransformerShape(32, 4096, 14336, 32, 8, 128, 128256, name="8B")

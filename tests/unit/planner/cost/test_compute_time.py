@@ -25,3 +25,9 @@ def test_elementwise_work_runs_at_the_rate_that_was_measured_for_as_much():
     faster = replace(DEVICE, fp32_flops=1e18, elementwise=((1e7, 1e10), (1e9, 1e9)))
     few, many = (step("replicate=1", device=faster, rows=rows) for rows in (1, 64))
     assert many.forward_s > 100 * few.forward_s, "what leaves the cache is slower"
+
+
+def test_a_product_with_a_table_of_no_entries_takes_no_time():
+    block = TINY.block
+    with_none = replace(TINY, block=replace(block, products=(*block.products, replace(block.products[0], inner=0))))
+    assert step("replicate=1", profile=with_none) == step("replicate=1")

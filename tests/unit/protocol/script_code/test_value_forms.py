@@ -102,6 +102,19 @@ def test_objects_are_alike_by_their_pickle():
     assert not is_alike(1, 1)
 
 
+class Irreps(tuple):
+    """As e3nn has it: how many entries it has is another question than its length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_container_of_a_library_that_counts_otherwise_is_compared_by_its_pickle():
+    assert form_of(Irreps([1, 2])) == form_of(Irreps([1, 2])) != form_of(Irreps([1, 3]))
+    assert form_of((Irreps([1, 2]), 1)) is not None
+    assert tensors_in(Irreps([torch.ones(1)])) == []
+
+
 def test_tensors_are_found_in_small_containers():
     tensor = torch.ones(1)
     assert tensors_in({"a": [tensor, 1]}) == [tensor]
