@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.protocol.blocks import OF_EVERY_MODULE
-from moreh_ap.protocol.pytree import flatten
+from moreh_ap.protocol.pytree import flatten, is_container
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers", "moreh_ap")
 """Packages whose hooks and modules do their work inside the model: nothing of theirs is reported."""
@@ -125,11 +125,11 @@ def _mark(value: Any) -> Any:
         return value, None
     if isinstance(value, Tensor):
         return weakref.ref(value), _version_of(value)
-    if isinstance(value, (list, tuple)):
+    if is_container(value, (list, tuple)):
         return value, [_mark(item) for item in value] if len(value) <= _MAX_LOOKED_INTO else len(value)
-    if isinstance(value, dict):
+    if is_container(value, (dict,)):
         return value, {key: _mark(value[key]) for key in value} if len(value) <= _MAX_LOOKED_INTO else len(value)
-    return value, len(value) if isinstance(value, set) else None
+    return value, len(value) if is_container(value, (set,)) else None
 
 
 def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:

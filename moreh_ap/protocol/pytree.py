@@ -367,3 +367,8 @@ def unpickle_treespec(data: bytes) -> TreeSpec:
         treespec: TreeSpec = pickle.loads(data)
         register_containers(treespec)
     return treespec
+
+
+def is_container(value: Any, kinds: tuple[type, ...]) -> bool:
+    """Returns whether a value is a container of Python of some kinds; one of a library may count other things."""
+    return any(isinstance(value, kind) and type(value).__len__ is kind.__len__ for kind in kinds)  # type: ignore[attr-defined]

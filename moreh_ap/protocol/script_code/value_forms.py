@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from moreh_ap.protocol.pytree import is_container
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _MAX_LENGTH, _MAX_DEPTH = 64, 4
 _FIXED = (
@@ -112,14 +114,9 @@ def tensors_in(value: Any, depth: int = _MAX_DEPTH) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value
-    if depth == 0 or not _is_container(value, (list, tuple, dict)) or len(value) > _MAX_LENGTH:
+    if depth == 0 or not is_container(value, (list, tuple, dict)) or len(value) > _MAX_LENGTH:
         return []
     return [tensor for part in parts for tensor in tensors_in(part, depth - 1)]
-
-
-def _is_container(value: Any, kinds: tuple[type, ...]) -> bool:
-    """Returns whether a value is a container of Python of some kinds; one of a library may count other things."""
-    return any(isinstance(value, kind) and type(value).__len__ is kind.__len__ for kind in kinds)
 
 
 def _plain_form(value: Any, depth: int = _MAX_DEPTH) -> Hashable | None:
@@ -130,7 +127,7 @@ def _plain_form(value: Any, depth: int = _MAX_DEPTH) -> Hashable | None:
         return Same(value), _version_of(value)
     if depth == 0:
         return None
-    if _is_container(value, (list, tuple, set, frozenset, dict)):
+    if is_container(value, (list, tuple, set, frozenset, dict)):
         parts = list(value.items()) if isinstance(value, dict) else value
     elif is_record(value):
         parts = list(vars(value).items())
