@@ -38,8 +38,9 @@ def row_range(rank: int, world: int, rows: int) -> tuple[int, int]:
 def local_entries(tensor: torch.Tensor, rank: int, world: int, rows: int) -> torch.Tensor:
     """Returns a worker's slice of a tensor whose dim 0 has one or several consecutive entries for each row, or one for
     several rows (a convolution that merges four steps)."""
-    start, stop = (end * tensor.shape[0] // rows for end in row_range(rank, world, rows))
-    return tensor[start:stop]
+    entries = tensor.shape[0]
+    start, stop = row_range(rank, world, rows)
+    return tensor[start * entries // rows : stop * entries // rows]
 
 
 def slice_rows(leaves: Sequence[Any], rows: int, start: int, stop: int) -> list[Any]:
