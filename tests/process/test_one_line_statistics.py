@@ -251,6 +251,40 @@ def test_a_forward_that_compares_its_inputs_with_numbers_is_split(capsys):
     assert WHOLE not in capsys.readouterr().out
 
 
+class PaddedTargets(nn.Module):
+    """As RetinaNets: targets of a row end with -1, and one line takes a mean over rows, and that of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x_BF, targets_BT):
+        losses, hidden_BCF = [], self.norm(self.body(x_BF[:, None]))
+        for scores_C, targets_T in zip(self.head(hidden_BCF.relu().amax(2)), targets_BT):
+            valid_T = targets_T[targets_T != -1]
+            losses.append((scores_C[:, None] - valid_T).square().sum())
+        return torch.stack(losses).mean(dim=0, keepdim=True).mean()
+
+
+@pytest.mark.rotating
+def test_targets_up_to_a_mark_and_the_mean_of_a_mean_in_one_line(capsys):
+    """A mark that is changed a little is none: the loss seemed to be rounding, and that of one worker right."""
+
+    def script(device):
+        torch.manual_seed(0)
+        model, losses = PaddedTargets().to(device), []
+        for rows in (8, 8, 7):
+            targets = 3 + torch.rand(rows, 4)
+            targets[:, 2:] = -1
+            loss = model(torch.randn(rows, 6).to(device), targets.to(device))
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, [parameter.grad for parameter in model.parameters()][2:], list(model.buffers())
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
 def test_a_running_mean_that_is_zero_but_for_rounding(capsys):
     def script(device):
         torch.manual_seed(0)

@@ -106,6 +106,14 @@ def test_largest_and_smallest_whole_numbers_are_those_of_the_batch_only_where_th
         assert lengths.max(0).values == 5 and lengths.float().amax() == 5 and lengths.bool().max()
 
 
+def test_means_in_one_line_have_places_of_their_own() -> None:
+    with GlobalReduction(CPU, record=True) as recorder:
+        for _ in range(2):
+            SCORES.mean(dim=0, keepdim=True).mean()
+    first, of_first, again, of_again = recorder.mean_places.values()
+    assert first == again and of_first == of_again and first != of_first
+
+
 def test_loads_of_experts_are_those_of_the_batch_only_at_the_call_sites_that_are_named() -> None:
     def ask(mask: torch.Tensor) -> tuple[list[int], bool]:
         loads = mask.long().sum(1).tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moreh_ap.parallelizer.trial.joined_probe import is_rounding_of_buffer
+from moreh_ap.parallelizer.trial.joined_probe import is_rounding_of_buffer, perturbed
 
 VARIANCE = torch.linspace(0.5, 1.5, 8)
 
@@ -28,3 +28,12 @@ def test_a_running_mean_that_is_zero_but_for_rounding_is_compared_with_the_noise
     zero = torch.full((4,), 1e-9)
     assert is_rounding_of_buffer(-zero, zero, zero, tolerance=1e-5, noise=1e-6)
     assert not is_rounding_of_buffer(-zero, zero, zero, tolerance=1e-5, noise=0.0)
+
+
+def test_whole_numbers_among_fractions_are_no_fractions_for_the_trial():
+    boxes = torch.tensor([[0.25, 0.5, 1.0], [-1.0, -1.0, -1.0]])
+    changed = perturbed(boxes)
+    assert ((changed != boxes) == torch.tensor([[True, True, False], [False] * 3])).all()
+    torch.testing.assert_close(changed, boxes)
+    counts = torch.arange(1.0, 5.0)  # nothing else could be changed
+    assert (perturbed(counts) != counts).all()

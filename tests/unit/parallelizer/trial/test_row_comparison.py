@@ -10,8 +10,10 @@ from torch import nn
 
 from moreh_ap.parallelizer.rounding import TOLERANCE_BF16, TOLERANCE_FP32, TOLERANCE_TF32
 from moreh_ap.parallelizer.trial import row_comparison
+from moreh_ap.parallelizer.trial.dry_run import Refused
 from moreh_ap.parallelizer.trial.row_comparison import (
     close,
+    kind_of,
     means_beside_rows,
     sort_by_class,
     without_meaning,
@@ -99,3 +101,12 @@ def test_rows_without_classes_stay_in_order():
 def test_rows_that_come_in_the_order_of_their_lengths_keep_it():
     lengths, classes = torch.tensor([9, 7, 7, 2]), torch.tensor([1, 0, 1, 0])
     assert sort_by_class([classes, lengths], range(4)) == [0, 1, 2, 3]
+
+
+def test_what_every_worker_has_is_alike_on_all_however_much_is_rounding():
+    """The means of two workers differ by 2 per cent: neither is the mean of both."""
+    together, apart = torch.tensor(1.0), [torch.tensor(0.99), torch.tensor(1.01)]
+    assert kind_of("output 0", together, [together + 0.01] * 2, 0.05, TOLERANCE_FP32) == "same"
+    assert kind_of("output 0", together, [one / 2 for one in apart], 0.05, TOLERANCE_FP32) == "share"
+    with pytest.raises(Refused):
+        kind_of("output 0", together, apart, 0.05, TOLERANCE_FP32)
