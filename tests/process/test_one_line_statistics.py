@@ -285,6 +285,34 @@ def test_targets_up_to_a_mark_and_the_mean_of_a_mean_in_one_line(capsys):
     assert WHOLE not in capsys.readouterr().out
 
 
+class ReversesGradients(nn.Module):
+    """Reverses the gradient of features by a hook, as domain adversarial networks may: it needs gradients to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x_BF):
+        hidden_BC = self.norm(self.body(x_BF))
+        hidden_BC.register_hook(lambda gradient_BC: -0.5 * gradient_BC)
+        return self.head(hidden_BC)
+
+
+@pytest.mark.rotating
+def test_a_forward_that_puts_a_hook_on_what_needs_a_gradient_is_split(capsys):
+    def script(device):
+        torch.manual_seed(0)
+        model, losses = ReversesGradients().to(device), []
+        for rows in (8, 5):
+            loss = model(torch.randn(rows, 4).to(device)).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, [parameter.grad for parameter in model.parameters()], list(model.buffers())
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
 def test_a_running_mean_that_is_zero_but_for_rounding(capsys):
     def script(device):
         torch.manual_seed(0)

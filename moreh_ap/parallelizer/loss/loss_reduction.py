@@ -382,12 +382,12 @@ class GlobalReduction(OwnDevice):
 
 
 def call_site() -> int:
-    """Returns a number below 2^32 for the line outside of PyTorch that is being executed: of its function and number,
-    since its file may lie elsewhere on another host."""
+    """Returns a number below 2^32 for the call outside of PyTorch that is being executed: of its function, its line and
+    its place there, since its file may lie elsewhere on another host."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
         frame = frame.f_back
-    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno}".encode())
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())
 
 
 def _summed_in(values: Tensor) -> torch.dtype | None:

@@ -92,7 +92,7 @@ class JoinedProbe(Probe):
         self._gradient_rounding = dict.fromkeys(self._wanted, 0.0)
         runs: list[EagerForward | PipelinedPass] = []
         recorder = GlobalReduction(self.call.device, record=True)
-        if attempt(lambda: runs.append(self._run(self._chosen, recorder, _perturbed)), self.call.module):
+        if attempt(lambda: runs.append(self._run(self._chosen, recorder, perturbed)), self.call.module):
             self._changed_buffers = {}
             return
         (other,) = runs
@@ -157,20 +157,23 @@ class JoinedProbe(Probe):
         each = len(self._chosen) // axis.size
         args, kwargs = self._arguments(self._chosen[axis.rank * each :][:each])
 
-        alone, reason = self._run_alone(args, kwargs, lengths)
-        numbers = torch.tensor([reason != "", alone.counts_rows], dtype=torch.int64, device=call.device)
-        dist.all_reduce(numbers, group=axis.group)
-        failed, counting = numbers.tolist()
-        self.counts_rows = counting > 0
+        for grad in dict.fromkeys((False, call.grad)):  # a forward may put hooks on what needs a gradient
+            alone, reason = self._run_alone(args, kwargs, lengths, grad)
+            numbers = torch.tensor([reason != "", alone.counts_rows], dtype=torch.int64, device=call.device)
+            dist.all_reduce(numbers, group=axis.group)
+            failed, counting = numbers.tolist()
+            self.counts_rows = counting > 0
+            if not failed:
+                break
         if failed:
             raise Refused(reason or "the rows of another worker raised an error by themselves")
 
     def _run_alone(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: Sequence[Tensor]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: Sequence[Tensor], grad: bool = False
     ) -> tuple[_Alone, str]:
-        """Runs some rows without the other workers, and without gradients; returns what was noted, and why they could
-        not run ("": they could)."""
-        call = replace(self.call, random=RandomPolicy(), grad=False)
+        """Runs some rows without the other workers; returns what was noted, and why they could not run ("": they
+        could)."""
+        call = replace(self.call, random=RandomPolicy(), grad=grad)
         alone = _Alone(call.device, rules=call.rules, lengths=lengths, names=tensor_names(call.module))
 
         def run() -> None:
@@ -248,12 +251,17 @@ def cuts_rows(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     return isinstance(first, slice) and first != slice(None)
 
 
-def _perturbed(leaf: Any) -> Any:
-    """Returns a tensor with every other entry a little larger and the rest a little smaller."""
+def perturbed(leaf: Any) -> Any:
+    """Returns a tensor with every other entry a little larger and the rest a little smaller.
+
+    Whole numbers among fractions stay as they are: they may be classes, or -1 in place of a box that is none.
+    """
     if not isinstance(leaf, Tensor) or leaf.dtype not in _PERTURBATIONS:
         return leaf
     signs = torch.arange(leaf.numel(), device=leaf.device).view(leaf.shape) % 2 * 2 - 1
-    return leaf + leaf * (signs * _PERTURBATIONS[leaf.dtype]).to(leaf.dtype)
+    change = leaf * (signs * _PERTURBATIONS[leaf.dtype]).to(leaf.dtype)
+    is_fraction = leaf != leaf.round()
+    return leaf + (torch.where(is_fraction, change, 0.0) if is_fraction.any() else change)
 
 
 def is_rounding_of_buffer(got: Tensor, wanted: Tensor, changed: Tensor, tolerance: float, noise: float) -> bool:

@@ -241,7 +241,7 @@ class Probe:
 
     def _kind(self, index: int, name: str, leaf: Any, singles: Sequence[Any]) -> str:
         """Returns the kind of a leaf of the result, given the same leaf of the single runs."""
-        return kind_of(name, leaf, singles, self._tolerance_of(index))
+        return kind_of(name, leaf, singles, self._tolerance_of(index), self._tolerance)
 
     def _find_rounding(self, common: EagerForward | PipelinedPass) -> None:
         """Finds out how much rounding there is in what rows computed apart give, where that is not known."""

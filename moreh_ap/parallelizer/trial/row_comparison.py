@@ -104,7 +104,20 @@ def names_of(run: Execution) -> list[str]:
 DEPEND = "rows depend on each other"
 
 
-def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) -> str:
+def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float, alike: float | None = None) -> str:
+    """Returns the kind of a leaf of the result. See [Note: method] in `split_check.py`.
+
+    Args:
+        name: What the leaf is called in a refusal.
+        common: What all rows together give.
+        singles: What some of them give each time.
+        tolerance: Largest difference from what all rows give, relative to its largest entry.
+        alike: The same of what some rows give and others, where every worker has the leaf; None: `tolerance`. Much
+            rounding would hide that the means of two workers are not the mean of both.
+
+    Raises:
+        Refused: The leaf has none.
+    """
     if not isinstance(common, Tensor):
         if any(type(s) is not type(common) for s in singles):
             raise Refused(f"{name} has another type for some rows")
@@ -121,6 +134,7 @@ def kind_of(name: str, common: Any, singles: Sequence[Any], tolerance: float) ->
         common, singles = local_shard(common), list(map(local_shard, singles))
         adds_up = common.dtype != torch.bool and close(sum(singles[1:], start=singles[0]), common, tolerance)
         same = all(close(s, common, tolerance) for s in singles)
+        same = same and all(close(s, singles[0], tolerance if alike is None else alike) for s in singles)
         if same and not (adds_up and common.ndim == 0):
             return "same"
         if adds_up:
