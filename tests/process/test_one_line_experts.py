@@ -44,6 +44,22 @@ _SWITCH: dict[str, Any] = {
     "expert_capacity": 4,
     "decoder_start_token_id": 0,
 }
+_NLLB: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "num_experts": 4,
+    "expert_capacity": 6,
+}
 
 
 def _decoder(name: str, **settings: Any) -> Callable[[], nn.Module]:
@@ -86,6 +102,7 @@ DECODERS = {
 TRANSLATORS = {
     "switch": _translator("SwitchTransformers", _SWITCH),
     "switch_losses": _translator("SwitchTransformers", _SWITCH),
+    "nllb": _translator("NllbMoe", _NLLB),
 }
 
 

@@ -165,6 +165,37 @@ class Textbook(nn.Module):
         return (x_BF - mean) / torch.sqrt(variance + 1e-3)
 
 
+class Transports(TwoEncoders):
+    """Sinkhorn: rounds over rows and columns of a plan, until what changes is small as a mean over the batch."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        left_BD = self.left(x_BF)
+        cost_BDD = (left_BD[:, :, None] - self.right(y_BF)[:, None, :]).square()
+        u_BD = v_BD = torch.zeros_like(left_BD)
+        for _ in range(20):
+            before_BD = u_BD
+            u_BD = -torch.logsumexp(v_BD[:, None, :] - cost_BDD, dim=2)
+            v_BD = -torch.logsumexp(u_BD[:, :, None] - cost_BDD, dim=1)
+            if (u_BD - before_BD).abs().sum(-1).mean().item() < 0.05:
+                break
+        plan_BDD = (u_BD[:, :, None] + v_BD[:, None, :] - cost_BDD).exp()
+        return (plan_BDD * cost_BDD).sum((1, 2)).mean(), left_BD
+
+
+class Masks(TwoEncoders):
+    """YOLO: boolean masks over all rows choose predictions, of which each loss is a sum, divided by the rows."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        cells_BCE = self.left(x_BF).view(-1, 2, 3)
+        targets_BCE = y_BF[:, :6].reshape(-1, 2, 3)
+        full_BC = targets_BCE[..., 0] > 0
+        own_NE = cells_BCE[full_BC.unsqueeze(-1).expand_as(targets_BCE)].view(-1, 3)
+        target_NE = targets_BCE[full_BC].view(-1, 3)
+        loss = F.mse_loss(own_NE[:, 1:], target_NE[:, 1:], reduction="sum")
+        loss = loss + 0.5 * F.mse_loss(cells_BCE[~full_BC][:, 0], targets_BCE[~full_BC][:, 0], reduction="sum")
+        return (loss + self.right(y_BF).square().sum()) / x_BF.size(0), cells_BCE
+
+
 class Prototypes(TwoEncoders):
     """Distances from means of classes: of a few rows some classes have none, and everything is NaN."""
 
@@ -207,6 +238,8 @@ class SetsItselfUp(TwoEncoders):
         SetsItselfUp,
         Prototypes,
         AsksForGradients,
+        Transports,
+        Masks,
     ],
 )
 def test_losses_are_those_of_one_device_and_each_worker_computes_its_rows(model_class, capsys):
