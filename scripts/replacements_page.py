@@ -76,19 +76,19 @@ if they differ, no result is used |
 )
 KOREAN = Words(
     "# 바꾸는 것 { #what-is-replaced }",
-    """한 줄부터 `moreh_ap.device.disable()`까지 다른 라이브러리의 다음 속성과 표는 이 패키지의 것입니다. 한 테스트가
-PyTorch와 transformers의 불러온 모든 모듈의 모든 속성을 한 줄 앞과 `disable()` 뒤에 비교합니다. 로더 워커처럼
-스크립트가 fork한 프로세스에서는 바로 되돌립니다.
+    """한 줄을 실행한 뒤 `moreh_ap.device.disable()`을 호출할 때까지는, 아래에 적은 다른 라이브러리의 속성과 표가 이 패키지의
+것으로 바뀌어 있습니다. 테스트 하나가 PyTorch와 transformers에서 불러온 모든 모듈의 모든 속성을 한 줄을 실행하기 전과
+`disable()`을 호출한 뒤에 비교합니다. 로더 워커처럼 스크립트가 fork한 프로세스에서는 바로 되돌립니다.
 
-이 페이지는 `scripts/replacements_page.py`가 코드의 목록에서 쓰며, 표의 글은 코드에 있는 그대로 영어입니다. 코드가
-쓰는 다른 라이브러리의 비공개 이름은 `moreh_ap/private_names.py`에 있습니다.
+이 페이지는 `scripts/replacements_page.py`가 코드의 목록을 읽어 만듭니다. 표의 설명은 코드에 있는 영어 그대로입니다.
+코드에서 사용하는 다른 라이브러리의 비공개 이름은 `moreh_ap/private_names.py`에 있습니다.
 """,
     "## 스크립트의 프로세스에서 { #controller }",
     "## 워커에서 { #worker }",
     "| 대상 | 하는 일 |\n|---|---|",
     """## 호출한 줄을 보는 곳 { #call-sites }
 
-무엇을 계산할지는 호출한 프레임이나 참조 횟수로 정하지 않습니다. 두 함수가 스택을 봅니다.
+무엇을 계산할지 정할 때 호출한 프레임이나 참조 횟수는 보지 않습니다. 스택을 살펴보는 함수는 두 개입니다.
 
 | 함수 | 목적 |
 |---|---|
