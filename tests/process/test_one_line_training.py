@@ -942,6 +942,20 @@ def test_a_parameter_takes_values_from_what_stands_for_a_tensor(accelerator):
     assert_same(*on_both(script))
 
 
+class SparseLookups(nn.Module):
+    """Looks up (B, 3) indices in ways whose gradients are sparse on one device."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 6, sparse=True, padding_idx=0)
+        self.table = nn.Parameter(torch.randn(20, 6))
+
+    def forward(self, ids):
+        looked_up = F.embedding(ids, self.table, sparse=True).sum(1)
+        gathered = torch.gather(self.table, 0, ids[:, :1].expand(-1, 6), sparse_grad=True)
+        return (self.bag(ids) + looked_up * gathered).tanh()
+
+
 @once
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
@@ -949,7 +963,7 @@ def test_an_embedding_with_sparse_gradients(accelerator, plan, optimizer_class):
     accelerator(plan)
 
     def script(device):
-        model = nn.Sequential(nn.EmbeddingBag(20, 6, sparse=True, padding_idx=0), nn.Tanh()).to(device)
+        model = SparseLookups().to(device)
         optimizer = optimizer_class(model.parameters(), lr=0.1)
         trace = []
         for _ in range(3):

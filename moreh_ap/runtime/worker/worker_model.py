@@ -119,9 +119,6 @@ class WorkerModel:
         module = unpickle_skeleton(command.skeleton, self.device.torch_device, aliases)
         transformers_worker.complete_unpickled(module)
         bitsandbytes_worker.complete_unpickled(module)
-        for submodule in module.modules():
-            if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)):
-                submodule.sparse = False  # FSDP2 sums dense gradients; optimizers that take both do the same with them
         return module
 
     def _example(self, call: ExampleCall | None) -> Example | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.parallelizer.loss import chunked_cross_entropy, postponed_mean
-from moreh_ap.parallelizer.surroundings import own_collectives, unseen_gathers
+from moreh_ap.parallelizer.surroundings import dense_gradients, own_collectives, unseen_gathers
 from moreh_ap.patching import Patches
 from moreh_ap.protocol import process_flags, pytree
 from moreh_ap.protocol.script_code import written_files
@@ -21,6 +21,7 @@ def install() -> Patches:
     transformers_worker.install(patches)
     transformers_worker.note_recorded(patches)
     own_collectives.install(patches)
+    dense_gradients.install(patches)
     unused_parameters.install(patches)
     unseen_gathers.install(patches)
     chunked_cross_entropy.install(patches)
