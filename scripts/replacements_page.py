@@ -76,9 +76,9 @@ if they differ, no result is used |
 )
 KOREAN = Words(
     "# 바꾸는 것 { #what-is-replaced }",
-    """한 줄을 실행한 뒤 `moreh_ap.device.disable()`을 호출할 때까지는, 아래에 적은 다른 라이브러리의 속성과 표가 이 패키지의
-것으로 바뀌어 있습니다. 테스트 하나가 PyTorch와 transformers에서 불러온 모든 모듈의 모든 속성을 한 줄을 실행하기 전과
-`disable()`을 호출한 뒤에 비교합니다. 로더 워커처럼 스크립트가 fork한 프로세스에서는 바로 되돌립니다.
+    """한 줄을 실행한 뒤 `moreh_ap.device.disable()`을 호출할 때까지는, 아래에 적은 다른 라이브러리의 속성과 표가
+이 패키지의 것으로 바뀌어 있습니다. 테스트 하나가 PyTorch와 transformers에서 불러온 모든 모듈의 모든 속성을 한 줄을
+실행하기 전과 `disable()`을 호출한 뒤에 비교합니다. 로더 워커처럼 스크립트가 fork한 프로세스에서는 바로 되돌립니다.
 
 이 페이지는 `scripts/replacements_page.py`가 코드의 목록을 읽어 만듭니다. 표의 설명은 코드에 있는 영어 그대로입니다.
 코드에서 사용하는 다른 라이브러리의 비공개 이름은 `moreh_ap/private_names.py`에 있습니다.
