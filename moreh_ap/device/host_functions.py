@@ -42,10 +42,10 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if "device" in kwargs or "pin_memory" in kwargs:
             return _call_on_device(func, args, kwargs)
         for arg in kwargs.values():
-            if type(arg) is not HostTensor and type(arg) not in _NO_TENSORS:
+            if type(arg) is not HostTensor and type(arg) not in _NO_TENSORS and not _are_no_tensors(arg):
                 return _call_with_others(func, args, kwargs)
     for arg in args:
-        if type(arg) is not HostTensor and type(arg) not in _NO_TENSORS:
+        if type(arg) is not HostTensor and type(arg) not in _NO_TENSORS and not _are_no_tensors(arg):
             return _call_with_others(func, args, kwargs)
     if type(func) is FunctionType or torch.is_autocast_enabled("cuda"):
         return mark(_compute(func, args, kwargs, (*args, *kwargs.values())))
@@ -54,6 +54,11 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result.__class__ = HostTensor
         return result
     return mark(result)
+
+
+def _are_no_tensors(arg: object) -> bool:
+    """Returns whether an argument is a tuple or list of numbers and the like, such as a shape."""
+    return type(arg) in (tuple, list) and all(type(one) in _NO_TENSORS for one in arg)  # type: ignore[attr-defined]
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
