@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     figures = accuracy.evaluate(rows)
     for reason, count in reasons.most_common(predict_command.MOST_REASONS):
         print(f"no prediction for {count} {'row' if count == 1 else 'rows'}: {reason}", file=sys.stderr)
+    if set(figures) == {"rows"}:
+        print("no measured value to compare; docs/planner.md has the columns that are read", file=sys.stderr)
     if arguments.json:
         print(json.dumps({name: round(value, 4) for name, value in figures.items()}))
         return 0

@@ -71,16 +71,16 @@ def measured_step_s(row: Row) -> float | None:
     """Returns the measured seconds of a step of a run whose speed is judged, None for any other."""
     if row.get("status") != "Success" or not row.get("tokens_per_s_per_gpu"):
         return None
-    if int(row["pp"]) > 1 and not is_true(row["after_pp_fix"]):
+    if int(row.get("pp") or 1) > 1 and not is_true(row.get("after_pp_fix", "true")):
         return None
-    if int(float(row["global_batch_sequences"])) != JUDGED_BATCH:
+    if int(float(row.get("global_batch_sequences") or 0)) != JUDGED_BATCH:
         return None
     tokens = float(row["global_batch_sequences"]) * float(row["seq_len"])
     return tokens / float(row["tokens_per_s_per_gpu"]) / float(row["n_gpus"])
 
 
 def _speed(rows: Sequence[Row]) -> dict[str, float]:
-    groups: dict[tuple[float, int], list[tuple[float, float]]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for row in rows:
         measured = measured_step_s(row)
         if measured is None:
@@ -91,7 +91,7 @@ def _speed(rows: Sequence[Row]) -> dict[str, float]:
             predicted = measured * float(row["tokens_per_s_per_gpu"]) / float(row["predicted_tokens_per_s_per_gpu"])
         else:
             continue
-        groups[float(row["n_params_b"]), int(row["n_gpus"])].append((predicted, measured))
+        groups[row.get("n_params_b") or row.get("model", ""), int(row["n_gpus"])].append((predicted, measured))
     errors = [abs(predicted / measured - 1.0) for group in groups.values() for predicted, measured in group]
     if not errors:
         return {}
