@@ -35,6 +35,7 @@ class ModelPhase(enum.Enum):
 
     CURRENT = "the workers have its modules, parameters and hooks"
     OUTDATED = "the script has added or replaced some since: the next call lays the model out again"
+    DIVIDED = "some of its parameters have left it for another model or another device"
     RELEASED = "the workers have forgotten it"
 
 
@@ -46,8 +47,9 @@ AFTER: dict[enum.Enum, frozenset[enum.Enum]] = {
     SessionState.EMPTY: frozenset({SessionState.REPLAYABLE}),
     SessionState.REPLAYABLE: frozenset({SessionState.UNREPLAYABLE}),
     SessionState.UNREPLAYABLE: frozenset({SessionState.REPLAYABLE}),  # every model has left, and another one comes
-    ModelPhase.CURRENT: frozenset({ModelPhase.OUTDATED, ModelPhase.RELEASED}),
-    ModelPhase.OUTDATED: frozenset({ModelPhase.RELEASED}),
+    ModelPhase.CURRENT: frozenset({ModelPhase.OUTDATED, ModelPhase.DIVIDED, ModelPhase.RELEASED}),
+    ModelPhase.OUTDATED: frozenset({ModelPhase.DIVIDED, ModelPhase.RELEASED}),
+    ModelPhase.DIVIDED: frozenset({ModelPhase.RELEASED}),
     ModelPhase.RELEASED: frozenset(),
 }
 """The states that may follow each state."""

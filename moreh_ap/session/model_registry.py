@@ -40,7 +40,7 @@ from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers, bring_here, leave_other_models
-from moreh_ap.states import SessionState
+from moreh_ap.states import ModelPhase, SessionState
 
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 """Calls a module with positional and keyword arguments; NotImplemented if it has changed."""
@@ -81,6 +81,9 @@ class ModelRegistry:
         for model in [model for model in self._models if model.has_left()]:
             self._models.discard(model)
             model.release()
+        for model in self._models:
+            if _has_lost_parameters(model):
+                model.phase.enter(ModelPhase.DIVIDED)
 
     def _announce(self, root: nn.Module) -> None:
         """Has the workers import the model's modules while the script prepares its data, in its environment."""
@@ -270,6 +273,14 @@ class ModelRegistry:
         for tensor, gradient in zip(tensors, gradients):
             tensor.grad = None if gradient is None else gradient.cuda()
         self._release_those_that_left()
+
+
+def _has_lost_parameters(model: RemoteModel) -> bool:
+    """Returns whether parameters that train are no longer those of the workers' model."""
+    return any(
+        parameter.requires_grad and getattr(parameter._cell.value, "owner", None) is not model.holder
+        for parameter in model.parameters.values()
+    )
 
 
 def _ids(module: nn.Module) -> set[int]:

@@ -190,7 +190,7 @@ def test_several_tasks_are_adapted_to_before_one_backward():
     assert_same(*on_both(script))
 
 
-@pytest.mark.parametrize("change", ["hook", "layer", "place"])
+@pytest.mark.parametrize("change", ["hook", "layer", "layer that trains", "place"])
 @pytest.mark.parametrize("ask", ["backward", "grad"])
 def test_a_backward_through_a_call_from_before_a_change_is_refused(change, ask):
     """Its gradients would be lost with the parameters that the workers had then."""
@@ -200,6 +200,8 @@ def test_a_backward_through_a_call_from_before_a_change_is_refused(change, ask):
         model[0].register_forward_hook(lambda module, given, result: None)
     elif change == "layer":
         model[1] = nn.ReLU()
+    elif change == "layer that trains":  # that of before stays on the workers, beside the model with the new one
+        model[-1] = nn.Linear(model[-1].in_features, model[-1].out_features).cuda()
     else:
         model.cpu()
         model.cuda()

@@ -154,7 +154,7 @@ class Call:
 
         Parameters' gradients accumulate on the workers, unless kept apart.
         """
-        if self.model.phase.current is ModelPhase.RELEASED:  # asked here: a step makes no call for it
+        if self.model.phase.current is not ModelPhase.CURRENT:  # asked here: a step makes no call for it
             refuse_calls_of_before(self.model)
         while self.input_gradients:  # workers keep those of the last backward only
             self.input_gradients.pop().read()

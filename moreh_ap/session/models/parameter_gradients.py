@@ -39,6 +39,7 @@ from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
+from moreh_ap.states import ModelPhase
 
 _MAX_LISTS = 16
 _value_of = operator.attrgetter("_cell.value")
@@ -65,12 +66,12 @@ def expected_will_do() -> Iterator[None]:
 
 def refuse_calls_of_before(model: Any) -> None:
     """Refuses a backward through a call of a model that has been laid out anew since, or has left the workers: its
-    parameters are elsewhere, and would miss these gradients.
+    parameters, or some of them, are elsewhere, and would miss these gradients.
 
     Raises:
         UnsupportedError: Gradients of its parameters are wanted.
     """
-    if not model.is_released():
+    if model.phase.current not in (ModelPhase.DIVIDED, ModelPhase.RELEASED):
         return
     apart = separate_gradients.get()
     if model.has_trainable_parameters() if apart is None else apart.wants_of(model.root):

@@ -339,7 +339,7 @@ class RemoteModel:
 
     def note_structure(self) -> None:
         """Records that a submodule or parameter was added or replaced; the next call rebuilds the model."""
-        self.phase.enter(ModelPhase.OUTDATED)
+        self.phase.enter(ModelPhase.OUTDATED, only_from=ModelPhase.CURRENT)
 
     def is_current(self) -> bool:
         """Returns whether the workers have the module tree and its parameters are still on the workers."""
