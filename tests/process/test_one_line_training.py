@@ -948,11 +948,11 @@ class SparseLookups(nn.Module):
     def __init__(self):
         super().__init__()
         self.bag = nn.EmbeddingBag(20, 6, sparse=True, padding_idx=0)
-        self.table = nn.Parameter(torch.randn(20, 6))
+        self.looked_up, self.gathered = (nn.Parameter(torch.randn(20, 6)) for _ in range(2))
 
     def forward(self, ids):
-        looked_up = F.embedding(ids, self.table, sparse=True).sum(1)
-        gathered = torch.gather(self.table, 0, ids[:, :1].expand(-1, 6), sparse_grad=True)
+        looked_up = F.embedding(ids, self.looked_up, sparse=True).sum(1)
+        gathered = torch.gather(self.gathered, 0, ids[:, :1].expand(-1, 6), sparse_grad=True)
         return (self.bag(ids) + looked_up * gathered).tanh()
 
 
