@@ -26,13 +26,14 @@ def make_accelerator(options: Options) -> AcceleratorInForce:
         Exception: those of `WorkerStarts` and `Accelerator`.
     """
     refuse_copies(os.environ)
-    garbage_at_start.leave_out_older_objects()
     starts = WorkerStarts(options)
+    garbage_at_start.leave_out_older_objects()
     try:
         from moreh_ap.accelerator.redirection import Accelerator
 
         return Accelerator(options, starts)
     except BaseException:  # Ctrl-C, too
+        garbage_at_start.include_older_objects()
         starts.close()
         raise
 

@@ -55,6 +55,16 @@ def test_statistics_are_those_of_the_whole_batch_and_each_worker_computes_its_ro
     assert WHOLE not in capsys.readouterr().out
 
 
+def accumulated(model, device, row_counts):
+    """Returns the losses of batches of four features, the gradients that they add up to, and the buffers after them."""
+    losses = []
+    for rows in row_counts:
+        loss = model(torch.randn(rows, 4).to(device)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses, [parameter.grad for parameter in model.parameters()], list(model.buffers())
+
+
 def test_batch_norm_of_features_and_a_part_that_is_frozen(capsys):
     def script(device):
         torch.manual_seed(0)
@@ -62,12 +72,7 @@ def test_batch_norm_of_features_and_a_part_that_is_frozen(capsys):
             device
         )
         model[3].eval()
-        losses = []
-        for rows in (8, 2, 7):
-            loss = model(torch.randn(rows, 4).to(device)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        return losses, [parameter.grad for parameter in model.parameters()], list(model.buffers())
+        return accumulated(model, device, (8, 2, 7))
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert WHOLE not in capsys.readouterr().out
@@ -302,12 +307,7 @@ class ReversesGradients(nn.Module):
 def test_a_forward_that_puts_a_hook_on_what_needs_a_gradient_is_split(capsys):
     def script(device):
         torch.manual_seed(0)
-        model, losses = ReversesGradients().to(device), []
-        for rows in (8, 5):
-            loss = model(torch.randn(rows, 4).to(device)).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        return losses, [parameter.grad for parameter in model.parameters()], list(model.buffers())
+        return accumulated(ReversesGradients().to(device), device, (8, 5))
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert WHOLE not in capsys.readouterr().out
