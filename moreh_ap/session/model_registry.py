@@ -80,6 +80,7 @@ class ModelRegistry:
         self.routes.clear()
         for model in [model for model in self._models if model.has_left()]:
             self._models.discard(model)
+            bring_here(self._session, filter(model.keeps, model.buffers.values()))  # the script may keep them
             model.release()
         for model in self._models:
             if _has_lost_parameters(model):
@@ -277,10 +278,7 @@ class ModelRegistry:
 
 def _has_lost_parameters(model: RemoteModel) -> bool:
     """Returns whether parameters that train are no longer those of the workers' model."""
-    return any(
-        parameter.requires_grad and getattr(parameter._cell.value, "owner", None) is not model.holder
-        for parameter in model.parameters.values()
-    )
+    return any(parameter.requires_grad and not model.keeps(parameter) for parameter in model.parameters.values())
 
 
 def _ids(module: nn.Module) -> set[int]:

@@ -63,3 +63,25 @@ def test_a_parameter_keeps_its_model(accelerator: Callable[[str], Session]):
     gc.collect()
     assert torch.equal(weight.cpu(), expected)
     assert weight.grad is not None
+
+
+def test_a_model_that_goes_to_the_cpu_leaves_the_workers_also_with_buffers(accelerator: Callable[[str], Session]):
+    session = accelerator("replicate=2")
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).cuda()
+    model(torch.randn(8, 4).cuda()).sum().backward()
+    command = ChangeModule(model[0].weight._cell.value.ref.owner, ())
+    mean = model[1].running_mean  # `to` makes another one: this one stays where it is
+    model.to("cpu")
+    assert_freed(session, command)
+    assert mean.is_cuda
+    assert torch.equal(mean.cpu(), model[1].running_mean)
+    assert mean.any()
+
+
+def test_a_part_of_a_model_may_go_to_the_cpu(accelerator: Callable[[str], Session]):
+    accelerator("replicate=2")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).cuda()
+    x = torch.randn(8, 4).cuda()
+    expected = model(x).cpu()
+    model[1].to("cpu")
+    assert torch.allclose(model[1](model[0](x).cpu()), expected)

@@ -87,7 +87,7 @@ class RemoteModel:
         self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
         self.holder = ModelState(session, self)
         self.gradients = self.holder.gradients = Gradients(self.holder, self.owner, self.parameters)
-        self.signatures, self.latest_call = Signatures(session.outbox, self.owner), 0  # the id of the latest call
+        self.signatures, self.latest_call = Signatures(session.outbox, self.owner), 0  # the latest call's id
         self.open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # nodes through which a backward may still go
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
@@ -343,8 +343,7 @@ class RemoteModel:
 
     def is_current(self) -> bool:
         """Returns whether the workers have the module tree and its parameters are still on the workers."""
-        first = next(iter(self.parameters.values()))
-        return getattr(first._cell.value, "owner", None) is self.holder and not self.is_out_of_date()
+        return self.keeps(next(iter(self.parameters.values()))) and not self.is_out_of_date()
 
     def is_out_of_date(self) -> bool:
         """Returns whether the module tree, or the hooks on it, differ from those on the workers."""
@@ -360,11 +359,12 @@ class RemoteModel:
     # -- leaving ---------------------------------------------------------------------------------------------------
 
     def has_left(self) -> bool:
-        """Returns whether no parameter of the skeleton refers to the workers' model."""
-        return not any(
-            isinstance(tensor, VirtualTensor) and getattr(tensor._cell.value, "owner", None) is self.holder
-            for tensor in [*self.parameters.values(), *self.buffers.values()]
-        )
+        """Returns whether the workers keep none of the module's parameters and buffers; `to` makes other buffers."""
+        return not any(map(self.keeps, chain(self.parameters.values(), *(m._buffers.values() for m in self.modules))))
+
+    def keeps(self, tensor: Tensor | None) -> bool:
+        """Returns whether `tensor` is a parameter or buffer that this model's workers keep."""
+        return isinstance(tensor, VirtualTensor) and getattr(tensor._cell.value, "owner", None) is self.holder
 
     def release(self) -> None:
         """Has the workers free the model, as they do when the script has dropped it."""
