@@ -31,6 +31,7 @@ from moreh_ap.device.values import Here, InFile, Later
 from moreh_ap.local import logger
 from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.session.own_process.faster_place import FasterPlace, StepTimes, StepTrial
+from moreh_ap.session.own_process.library_modules import call_at_once
 from moreh_ap.session.planning.model_profiling import positions_of
 from moreh_ap.session.planning.packed_weights import has_packed_weights
 from moreh_ap.session.session import Session
@@ -177,7 +178,7 @@ class _Route:
         module, model = self._module(), self._model
         assert module is not None  # it is being called
         if _INSIDE.a_call:
-            return module._call_impl(*args, **kwargs)
+            return self._call(module, args, kwargs)
         root = model.root()
         if root is None:  # the script has kept a part of a model, which is a model now
             self._models.forget(module)
@@ -187,7 +188,7 @@ class _Route:
             return NotImplemented
         _INSIDE.a_call, began = True, time.perf_counter()
         try:
-            result = module._call_impl(*args, **kwargs)
+            result = self._call(module, args, kwargs)
         finally:
             _INSIDE.a_call = False
         if model.is_small and len(model.seconds) < _NUM_TIMED:
@@ -195,6 +196,10 @@ class _Route:
             if len(model.seconds) == _NUM_TIMED:
                 self._models.took(root, min(model.seconds))
         return result
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = call_at_once(module, args, kwargs)
+        return module._call_impl(*args, **kwargs) if result is NotImplemented else result
 
     def _is_large(self, call: Call) -> bool:
         tensors = _tensors_of(call)
