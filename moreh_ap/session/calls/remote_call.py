@@ -180,7 +180,7 @@ class Call:
 
         They matter (adapters switched on again after another call) if a model recomputes its blocks itself.
         """
-        return None if self.model.has_left() else self.model.send_changes()
+        return None if self.model.is_released() else self.model.send_changes()
 
     def watch(self, indices: list[int], watcher: Watcher, adds_up: bool = False) -> RemovableWatcher:
         """Requests gradients of the result from every backward, see `OutputWatchers.add`."""
