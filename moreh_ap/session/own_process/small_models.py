@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap import log
-from moreh_ap.device.host_tensors import hold, let_go, may_be_held
+from moreh_ap.device.host_tensors import HostTensor, hold, let_go, may_be_held
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import Here, InFile, Later
 from moreh_ap.local import logger
@@ -241,5 +241,5 @@ def _positions(tensors: list[Tensor]) -> int:
 
 def _are_here(tensors: list[Tensor]) -> bool:
     """Returns whether no argument is on the workers, where another model left it."""
-    virtual = [tensor for tensor in tensors if isinstance(tensor, VirtualTensor)]
+    virtual = [one for one in tensors if isinstance(one, VirtualTensor) and type(one) is not HostTensor]
     return all(isinstance(tensor._cell.value, (Here, InFile, Later)) for tensor in virtual)
