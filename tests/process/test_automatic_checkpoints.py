@@ -125,8 +125,8 @@ def test_a_full_disk_does_not_end_the_training(tmp_path):
 
 @pytest.mark.timeout(3600)
 def test_no_kill_leaves_a_bad_checkpoint(tmp_path, uninterrupted):
-    """Killed again and again, ``MOREH_KILLS`` says how often: at random moments, and in a save, as soon as the checkpoint
-    before the last one is gone for it."""
+    """Killed again and again, ``MOREH_KILLS`` says how often: at random moments, and in saves, as soon as the
+    checkpoint before the last one is gone for it."""
     moments, first_step, during_saves = random.Random(1), 0, 0
 
     def is_saving():
