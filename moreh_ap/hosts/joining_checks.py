@@ -64,8 +64,17 @@ class Wanted:
     per_host: int | None = None
 
 
-def unreachable(host: str, reason: str) -> Row:
-    """Returns the row of a host that has not answered."""
+def unreachable(host: str, reason: str, loopback: str = "") -> Row:
+    """Returns the row of a host that has not answered.
+
+    Args:
+        host: The host, as it was given.
+        reason: What was heard instead.
+        loopback: The loopback address for which its name stands on this machine; empty: it stands for none.
+    """
+    if loopback:
+        seen = f"{loopback}, a loopback address: only this machine itself is reached there ({reason})"
+        return _not_reached_by_others(public_name(host), seen)
     if host.startswith(BY_HAND):
         return Row(public_name(host), "answer", reason, "an agent that listens", False, "moreh-ap host  # on that host")
     if host.startswith(BY_SLURM):
@@ -107,18 +116,18 @@ def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float
     yield Row(
         name,
         "free memory",
-        _gib(report.free_memory_bytes),
-        f"{_gib(needed)} for {per_host} workers",
+        _size(report.free_memory_bytes),
+        f"{_size(needed)} for {per_host} workers",
         report.free_memory_bytes >= needed,
         on_host(host, "free -h"),
     )
     yield Row(
         name,
         "free /dev/shm",
-        _gib(report.free_shared_memory_bytes),
-        _gib(LEAST_SHARED_MEMORY_BYTES),
+        _size(report.free_shared_memory_bytes),
+        _size(LEAST_SHARED_MEMORY_BYTES),
         report.free_shared_memory_bytes >= LEAST_SHARED_MEMORY_BYTES,
-        on_host(host, "df -h /dev/shm  # in a container: docker run --shm-size=1g"),
+        on_host(host, "sudo mount -o remount,size=1g /dev/shm  # in a container: docker run --shm-size=1g"),
     )
 
 
@@ -139,10 +148,9 @@ def check_addresses(addresses: Sequence[tuple[str, str]]) -> Iterator[Row]:
         return
     for host, address in addresses:
         if own[host]:
-            name = public_name(host)
-            fix = f"getent hosts {name.rpartition('@')[2]}  # correct /etc/hosts, or name the host by its address"
-            seen = f"{address}, a loopback address: only the host itself reaches it"
-            yield Row(name, "address", seen, "an address that other hosts reach", False, fix)
+            yield _not_reached_by_others(
+                public_name(host), f"{address}, a loopback address: only the host itself reaches it"
+            )
 
 
 def reached(host: str, what: str, error: str, target: str, source: str, address: str) -> Row:
@@ -178,6 +186,11 @@ def error(rows: Sequence[Row]) -> MeshStartError | None:
     )
 
 
+def _not_reached_by_others(name: str, seen: str) -> Row:
+    fix = f"getent hosts {name.rpartition('@')[2]}  # correct /etc/hosts, or name the host by its address"
+    return Row(name, "address", seen, "an address that other hosts reach", False, fix)
+
+
 def _devices(host: str, report: HostReport, wanted: Wanted) -> Row:
     kind = wanted.device_type or ("cuda" if report.gpus else "cpu")
     if kind == "cpu":
@@ -202,5 +215,5 @@ def _public(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -7,6 +7,7 @@ tries whom.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import socket
 import statistics
@@ -74,6 +75,20 @@ def reaches(address: str, port: int) -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+def loopback_address(host: str) -> str:
+    """Returns the address for which a host's name stands on this machine if only the machine itself has it, else "".
+
+    Args:
+        host: As ssh is told it: perhaps with a user, perhaps no name that others than ssh know.
+    """
+    try:
+        found = {str(one[4][0]) for one in socket.getaddrinfo(host.rpartition("@")[2], None)}
+    except OSError:
+        return ""
+    are_own = all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in found)
+    return min(found) if are_own else ""
 
 
 def _take(connection: socket.socket) -> None:

@@ -106,7 +106,9 @@ def connect(
         except (OSError, HostLostError) as error:
             if connection is not None:
                 connection.end()
-            return joining_checks.unreachable(host, str(error) or type(error).__name__)
+            reason = str(error) or type(error).__name__
+            loopback = reachability.loopback_address(host) if "connect to host" in reason else ""  # ssh has a name
+            return joining_checks.unreachable(host, reason, loopback)
         return connection
 
     try:

@@ -57,8 +57,8 @@ def test_an_equal_host_has_nothing_wrong():
         ({"packages": {**PACKAGES, "moreh_ap": "1.9"}}, "moreh_ap", "1.9", "2.0"),
         ({"time_s": 1075.0}, "clock", "+74.9 s", "within 10 s"),
         ({"time_s": 900.0}, "clock", "-99.6 s", "within 10 s"),
-        ({"free_memory_bytes": 1 << 20}, "free memory", "0.0 GiB", "1.0 GiB for 2 workers"),
-        ({"free_shared_memory_bytes": 1 << 20}, "free /dev/shm", "0.0 GiB", "0.1 GiB"),
+        ({"free_memory_bytes": 1 << 20}, "free memory", "1 MiB", "1.0 GiB for 2 workers"),
+        ({"free_shared_memory_bytes": 1 << 20}, "free /dev/shm", "1 MiB", "64 MiB"),
     ],
 )
 def test_what_differs_is_said_with_both_values_and_a_line_to_paste(change, what, seen, expected):
@@ -144,3 +144,9 @@ def test_a_full_disk_names_the_host_and_the_line_to_paste():
     row = not_taken("node2", "[Errno 28] No space left on device")
     assert "No space left" in row.seen and row.fix == "ssh node2 'df -h ${TMPDIR:-/tmp}'"
     assert on_host("localhost", "free -h") == "free -h" and on_host("n", "free -h") == 'ssh n "free -h"'
+
+
+def test_a_name_that_stands_for_the_script_s_machine_is_said_to_be_no_firewall():
+    row = unreachable("me@node2", "ssh: connect to host node2 port 22: Connection refused", "127.0.1.1")
+    assert row.seen.startswith("127.0.1.1, a loopback address: only this machine itself is reached there (ssh: connect")
+    assert (row.what, row.ok) == ("address", False) and row.fix.startswith("getent hosts node2  # correct /etc/hosts")

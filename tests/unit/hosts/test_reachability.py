@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from moreh_ap.hosts.reachability import Probe, connections, free_port, measure, reaches
+from moreh_ap.hosts.reachability import Probe, connections, free_port, loopback_address, measure, reaches
 
 HERE = "127.0.0.1"
 
@@ -64,3 +64,17 @@ class Listener:
 
 def test_a_stranger_that_has_gone_again_ends_no_listening():
     assert list(connections(Listener())) == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    "addresses, found", [(["127.0.1.1"], "127.0.1.1"), (["10.0.0.2"], ""), (["::1", "10.0.0.2"], ""), (None, "")]
+)
+def test_a_name_that_stands_for_this_machine_alone_is_told_from_others(monkeypatch, addresses, found):
+    def getaddrinfo(name, port):
+        assert name == "node2", "the user is for ssh"
+        if addresses is None:  # an alias of ssh
+            raise socket.gaierror("Name or service not known")
+        return [(0, 0, 0, "", (one, 0)) for one in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert loopback_address("me@node2") == found
