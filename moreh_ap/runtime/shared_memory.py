@@ -31,6 +31,10 @@ Carry = Callable[["int | None", int, int, "bytes | memoryview"], object]
 another one once the call is over."""
 
 
+Fetch = Callable[[SentPlace], bytes]
+"""Returns a value that was sent to all hosts, from the memory of one."""
+
+
 @runtime_checkable
 class Lent(Protocol):
     """A value in memory of the script, which is another one once the command has been sent."""
@@ -62,13 +66,14 @@ class SharedMemory:
         self._end = self._end_written = 0  # up to the second, all of the file has been written before
         self._map: mmap.mmap | None = None
         self._carry: Carry | None = None
+        self._fetch: Fetch | None = None
         self._per_host = self._last_number = 0
         self._first_number = 0  # of the values that `_carry` has sent
 
-    def carry_by(self, carry: Carry, per_host: int) -> None:
+    def carry_by(self, carry: Carry, per_host: int, fetch: Fetch) -> None:
         """Has values from now on sent once to each host. See [Note: several hosts]."""
         with self._lock:
-            self._carry, self._per_host, self._is_shared = carry, per_host, True
+            self._carry, self._per_host, self._is_shared, self._fetch = carry, per_host, True, fetch
             self._first_number = self._last_number + 1
 
     def is_gone(self, buffers: Sequence[bytes | memoryview | Place | SentPlace]) -> bool:
@@ -87,11 +92,19 @@ class SharedMemory:
         return tuple([self._store(buffer.raw(), rank) for buffer in buffers])
 
     def read(self, buffers: Sequence[bytes | memoryview | Place | SentPlace]) -> list[bytes | memoryview]:
-        """Returns the values of a command that was stored and not released, on workers of this machine."""
+        """Returns the values of a command that was stored for all workers and not released.
+
+        Raises:
+            OSError: A host had no memory for one, or is lost.
+        """
         found: list[bytes | memoryview] = []
         for one in buffers:
-            assert not isinstance(one, SentPlace), "the value is on other hosts"
-            found.append(os.pread(self.descriptor, one.num_bytes, one.start) if isinstance(one, Place) else one)
+            if isinstance(one, SentPlace):
+                if self._fetch is None or self.is_gone((one,)):
+                    raise OSError("a value that the script has sent is lost with the workers of before")
+                found.append(self._fetch(one))
+            else:
+                found.append(os.pread(self.descriptor, one.num_bytes, one.start) if isinstance(one, Place) else one)
         return found
 
     def release(self, buffers: Sequence[bytes | memoryview | Place | SentPlace]) -> None:

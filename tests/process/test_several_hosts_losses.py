@@ -1,11 +1,12 @@
-"""Workers that are killed or run out of memory on one of two hosts: others take over, and every number is that of an
-undisturbed run.
+"""Workers that are killed or run out of memory on one of two hosts, and hosts that are lost with their part of a
+checkpoint: others take over, and every number is that of an undisturbed run.
 
 The same script and the same faults as in `test_recovery.py`, on two agents that were started by hand on loopback.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hosts_lab import loopback_agents
 from test_leaner_plan import run_out
 from user_script import UserScript
 
+import moreh_ap
 from moreh_ap.plan import Plan
 
 SCRIPT = "survive_losses.py"
@@ -115,6 +117,41 @@ def test_others_under_a_leaner_plan_take_over_on_the_same_hosts_where_memory_run
     """On one worker, whose host ends its workers for it, and on all, which go on until others are wanted."""
     for before, after, steps in run_out(tmp_path, "backward", "forward", SNAPSHOT_STEPS="1", **variables):
         assert before != after and steps <= 1, "a step, and what was sent since the last copy"
+
+
+def test_memory_that_runs_out_before_the_first_copy_leads_to_a_leaner_plan_on_the_same_hosts(variables, tmp_path):
+    ((before, after, steps),) = run_out(tmp_path, "forward", **{**variables, "MOREH_RECOVERY": "auto"})
+    assert before != after and steps == 0, "what workers hold is copied at that moment"
+
+
+@pytest.mark.rotating
+def test_memory_that_runs_out_before_the_first_step_leads_to_the_next_plan_on_the_same_hosts(hosts, tmp_path):
+    with UserScript("out_of_memory.py", "never", cwd=tmp_path) as script:
+        expected = json.loads(script.succeed().splitlines()[-1])
+    known = {"MOREH_AP_CACHE": str(tmp_path), "MOREH_HOSTS": hosts}
+    with UserScript("out_of_memory.py", "forward", cwd=tmp_path, **known) as script:
+        out = script.succeed(timeout_s=200)
+    assert 'plan="replicate=2" ran out of memory' in out or 'plan="shard=2" ran out of memory' in out, out
+    found = json.loads(out.splitlines()[-1])
+    assert found["errors"] == [] and found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_a_checkpoint_whose_host_is_lost_with_its_part_is_written_once_more_or_the_one_before_stays(hosts, tmp_path):
+    folder = tmp_path / "checkpoint"
+    with UserScript("saves_and_loses_a_host.py", folder, cwd=tmp_path, MOREH_HOSTS=hosts) as script:
+        out = script.succeed(timeout_s=200)
+        script.leaves_nothing()
+    lost = r"\[info\] The host 127\.0\.0\.1:\d+ is lost, and what it has saved: the connection has ended\."
+    assert re.search(rf"^{lost} It is saved once more\.$", out, re.MULTILINE), out
+    assert re.findall(r"^step (\d): that of step (\d) is loaded, equal: True$", out, re.MULTILINE) == [
+        ("0", "0"),
+        ("1", "1"),
+    ]
+    stays = rf"^step 2: .*no host is left.*\n{re.escape(str(folder))} keeps the checkpoint of before, saved .* by "
+    assert re.search(stays, out, re.MULTILINE), out
+    assert moreh_ap.load(folder)["step"] == 1
+    files = sorted(path.name.partition("-")[2] for path in folder.glob("*.safetensors*"))
+    assert files == ["worker0.safetensors", "worker1.safetensors"], "of that checkpoint alone"
 
 
 @pytest.mark.rotating

@@ -34,6 +34,7 @@ class TakeSnapshot:
     most_bytes: It may have.
     most_s: Seconds that it may take.
     after_error: A command has just ended in an error on all workers: tell what of it is done, and what made the models.
+        Nothing goes to the next host.
     """
 
     slot: int | MemoryFile

@@ -21,6 +21,7 @@ from moreh_ap.hosts.host_list import public_name
 from moreh_ap.hosts.host_report import HostReport
 from moreh_ap.hosts.reachability import Speed
 from moreh_ap.hosts.ways import Way
+from moreh_ap.protocol.encoding import SentPlace
 from moreh_ap.runtime.host.remote_agent import ALIVE_S, SILENCE_S
 
 _LONGEST_TRANSFER_S = 600.0  # of one piece of a file
@@ -184,6 +185,27 @@ class HostConnection:
             HostLostError: The agent has ended.
         """
         self.send("remove", name=name)
+
+    def read_value(self, place: SentPlace) -> bytes:
+        """Returns a value that this process has sent to the memory of the host's workers, piece by piece.
+
+        Raises:
+            OSError: The host had no memory for it, or is lost.
+        """
+        found = bytearray()
+        while len(found) < place.num_bytes:
+            asked = {
+                "start": place.start + len(found),
+                "num_bytes": min(host_files.PIECE_BYTES, place.num_bytes - len(found)),
+            }
+            try:
+                answer = self.ask("value", _LONGEST_TRANSFER_S, number=place.number, **asked)
+            except HostLostError as error:
+                raise OSError(f"{self.name}: {error}") from error
+            if answer.values["error"] or not answer.payload:
+                raise OSError(f"{self.name}: {answer.values['error'] or 'nothing is there'}")
+            found += answer.payload
+        return bytes(found)
 
     @property
     def free_bytes(self) -> int:

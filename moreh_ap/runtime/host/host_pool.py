@@ -184,23 +184,20 @@ class HostPool:
         on_all(connections, to)
 
     @staticmethod
-    def take_from_all(
-        connections: Sequence[HostConnection], per_host: int, written: Mapping[int, tuple[str, str]]
-    ) -> dict[int, str]:
-        """Moves what workers of so many a host have written to this machine; see `Launcher.take`.
+    def take_from_all(connections: Sequence[HostConnection], written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+        """Moves what workers have written to this machine; see `Launcher.take`.
 
         Raises:
-            WorkerLostError: A host is lost.
+            WorkerLostError: A host is lost, perhaps before, so that it is not among the connections any more.
         """
 
         def from_host(one: HostConnection) -> list[tuple[int, str]]:
             try:
-                return one.take_files(
-                    {rank: at for rank, at in written.items() if connections[rank // per_host] is one}
-                )
+                return one.take_files({rank: at for rank, at in written.items() if owners[rank] is one})
             except HostLostError as error:
-                raise WorkerLostError(f"The host {one.name} is lost, and what it has saved: {error}") from error
+                raise WorkerLostError(f"The host {one.name} is lost, and what it has saved: {error}.") from error
 
+        owners = {rank: _owner_of(there, connections) for rank, (there, _) in written.items()}
         return dict(found for digests in on_all(connections, from_host) for found in digests)
 
     def will_provide(self, files: Sequence[str]) -> None:
@@ -213,3 +210,15 @@ class HostPool:
 
     def _has_content(self, connection: HostConnection, path: str) -> bool:
         return bool(connection.ask("digest", _DIGEST_S, path=path).values["digest"] == host_files.digest(path))
+
+
+def _owner_of(path: str, connections: Sequence[HostConnection]) -> HostConnection:
+    """Returns the host on which workers have written a file.
+
+    Raises:
+        WorkerLostError: It is none of these.
+    """
+    owner = next((one for one in connections if path.startswith(f"{one.files}/")), None)
+    if owner is None:
+        raise WorkerLostError(f"A host is lost, and what it has saved ({os.path.basename(path)}).")
+    return owner

@@ -183,7 +183,7 @@ class HostsLauncher(Launcher):
         self._pool.provide_all(self._connections, files)
 
     def take(self, written: Mapping[int, tuple[str, str]]) -> dict[int, str]:
-        return self._pool.take_from_all(self._connections, self._per_host, written)
+        return self._pool.take_from_all(self._connections, written)
 
     def carrier(self, memory: SharedMemory) -> Carrier:
         assert self.engine is not None, "workers have joined"
@@ -193,7 +193,7 @@ class HostsLauncher(Launcher):
             self._host_links = links = CommandLinks(places, self._per_host, shown, self._has_no_commands)
         except EngineError as error:
             raise MeshStartError(str(error), fix=f"moreh-ap doctor --hosts {','.join(self._pool.names)}") from error
-        memory.carry_by(links.keep, self._per_host)
+        memory.carry_by(links.keep, self._per_host, self._connections[0].read_value)  # all have it
         self.engine.serve()
         self._new = []
         if self._pool.others_may_join and self._joining is None and self._request.copies is not None:

@@ -136,6 +136,8 @@ class RemoteAgent:
             self._take(message)
         elif kind == "piece":
             self._give(values["name"], values["start"])
+        elif kind == "value" and self._commands is not None:
+            self._give_value(self._commands, values["number"], values["start"], values["num_bytes"])
         elif kind == "remove":
             with contextlib.suppress(OSError, ValueError):  # the folder goes with this process anyway
                 self._files.remove(values["name"])
@@ -193,6 +195,14 @@ class RemoteAgent:
         except (OSError, ValueError) as failure:
             error = str(failure)
         self._tell("piece", piece, error=error)
+
+    def _give_value(self, commands: CommandRelay, number: int, start: int, num_bytes: int) -> None:
+        piece, error = b"", ""
+        try:
+            piece = commands.read_value(number, start, num_bytes)
+        except OSError as failure:
+            error = str(failure)
+        self._tell("value", piece, error=error)
 
     # -- serving ---------------------------------------------------------------------------------------------------
 

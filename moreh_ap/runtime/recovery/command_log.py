@@ -192,6 +192,12 @@ class CommandLog:
         most_bytes = self._most_copy_bytes
         return self.rules.next_snapshot(most_bytes, self._timing.most_s()) if most_bytes else None
 
+    def snapshot_after_error(self) -> Any:
+        """Returns a message that has workers copy what they hold, all of which have ended in an error; None where there
+        is no memory that outlives them. Once they have answered, the log is complete."""
+        most_bytes = self.copies().most_bytes()
+        return self.rules.snapshot_after_error(most_bytes) if most_bytes else None
+
     def _may_ask(self) -> bool:
         if not self._takes_snapshots or self._snapshot_in or self.wanted is not None:
             return False

@@ -165,6 +165,18 @@ class RecoveringWorkerGroup(WorkerGroup):
             return "a command of before ended in an error as well"
         return log.bound
 
+    def copy_after_error(self) -> Sequence[Any] | None:
+        """Has workers copy what they hold, all of which have ended in an error; others can take over from then on.
+
+        Returns:
+            Their answers; None: there is no memory that outlives a worker.
+
+        Raises:
+            Exception: A worker raised it.
+        """
+        command = self._log.snapshot_after_error()
+        return None if command is None else self.submit(command).result()
+
     def end_for_others(self, error: BaseException, change: Callable[[Any], Any], num_workers: int, reason: str) -> Past:
         """Ends the workers, and returns the log for so many workers under other plans.
 

@@ -59,6 +59,9 @@ class ReplayRules(Protocol):
     def next_snapshot(self, most_bytes: int, most_s: float) -> Any:
         """Returns a command that has workers copy what they hold, if that has so many bytes and takes so long."""
 
+    def snapshot_after_error(self, most_bytes: int) -> Any:
+        """Returns a message that has workers copy what they hold, all of which have just ended in an error."""
+
     def taken(self, command: Any, values: Sequence[Any]) -> Taken:
         """Returns how the workers' copies went that a command had them take."""
 

@@ -85,6 +85,7 @@ class CommandRelay:
         self._above_stream: TlsStream | None = None
         self._follower: threading.Thread | None = None  # of that
         self._is_closed = False
+        self._unwritten: set[int] = set()  # numbers of values for which there was no memory
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(num_workers)
@@ -114,6 +115,16 @@ class CommandRelay:
                 if silent:
                     return number, silent
         return None, []
+
+    def read_value(self, number: int, start: int, num_bytes: int) -> bytes:
+        """Returns bytes of a value that was kept here.
+
+        Raises:
+            OSError: There was no memory for the value.
+        """
+        if number in self._unwritten:
+            raise OSError("the host had no memory for a value that the script has sent")
+        return os.pread(self._memory_fd, num_bytes, start)
 
     # -- from below ------------------------------------------------------------------------------------------------
 
@@ -240,6 +251,7 @@ class CommandRelay:
             while written < len(value):
                 written += os.pwrite(self._memory_fd, value[written:], start + written)
         except OSError:  # no memory for the file: a command that names the value raises
+            self._unwritten.add(frame.number)
             for worker in self._workers.values():
                 worker.send(MISSING, frame.number, 0, [])
 

@@ -93,7 +93,7 @@ class NewCheckpoint:
             for path, checkpoint in found.items()
             if checkpoint is not None and not _has_wrong_sizes(checkpoint)
         }
-        last = next(iter(whole.values()), None)
+        self._last = last = next(iter(whole.values()), None)
         self._last_number = last.number if os.path.join(self._folder, DESCRIPTION) in whole and last else None
         if last is not None and _KNOWN[self._folder] and last.id not in _KNOWN[self._folder]:
             warnings.warn(
@@ -129,6 +129,17 @@ class NewCheckpoint:
     def path(self, writer: str) -> str:
         """Returns the prefix of the file paths of `writer` ("controller", "worker")."""
         return os.path.join(self._folder, f"{self._id}-{writer}")
+
+    def remove_workers_files(self) -> None:
+        """Removes what workers have written so far."""
+        prefix = os.path.basename(self.path("worker"))
+        self._remove(name for name in os.listdir(self._folder) if name.startswith(prefix))
+
+    def what_stays(self) -> str:
+        """Returns what is in the folder if this save fails, as a sentence."""
+        if self._last is None:
+            return f"{self._folder} has no checkpoint yet."
+        return f"{self._folder} keeps the checkpoint of before, {self._last.saved_at}."
 
     def make_witness(self) -> str:
         """Makes an empty file in the folder, which goes when the save ends, and returns its path.

@@ -12,10 +12,8 @@ workers read them at the first call. The controller writes the tensors that it h
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,12 +24,10 @@ from moreh_ap import device
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import View, read_into
 from moreh_ap.errors import LoadError, OptionError
-from moreh_ap.parallelizer.state.background_writing import forget_what_was_written, what_was_written
 from moreh_ap.parallelizer.state.checkpoint_files import Box, WrittenFile, check_dtype, write_file
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef
 from moreh_ap.protocol.tensor_source import TensorSource
-from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.checkpoint import background_save
 from moreh_ap.session.checkpoint.background_save import SaveInProgress
 from moreh_ap.session.checkpoint.checkpoint_folder import (
@@ -47,12 +43,9 @@ from moreh_ap.session.checkpoint.checkpoint_values import Encoder, decode
 from moreh_ap.session.checkpoint.folder_lock import LOCK_WAITS_S
 from moreh_ap.session.checkpoint.new_checkpoint import NewCheckpoint, seen
 from moreh_ap.session.checkpoint.script_state import restore_random_streams
-from moreh_ap.session.outbox import Posted
+from moreh_ap.session.checkpoint.workers_files import written, written_in_background
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers
-
-_POLL_S = 0.02
-"""How often a save in the background looks for what workers have written: two hundred looks cost a millisecond."""
 
 
 def save(
@@ -248,10 +241,10 @@ def _begin_files(new: NewCheckpoint, tensors: dict[str, Tensor], background: boo
     in_background = background and shares_folder
     background_save.awaited.update([path] if in_background else [])
     try:
-        writing = {
-            session: session.outbox.submit(WriteCheckpoint(path, refs, witness, in_background))
-            for session, refs in on_workers.items()
+        commands = {
+            session: WriteCheckpoint(path, refs, witness, in_background) for session, refs in on_workers.items()
         }
+        writing = {session: session.outbox.submit(command) for session, command in commands.items()}
     except BaseException:
         background_save.awaited.discard(path)
         raise
@@ -262,9 +255,9 @@ def _begin_files(new: NewCheckpoint, tensors: dict[str, Tensor], background: boo
             files = [write_file(f"{new.path('controller')}.safetensors", boxes)]
             for session, posted in writing.items():
                 if in_background:
-                    files += _written_by(groups[session], posted, path)
+                    files += written_in_background(groups[session], posted, path)
                 else:
-                    files += _taken(groups[session], posted.result(), path)
+                    files += written(session, commands[session], posted, new)
             return [file for file in files if file is not None]
         finally:
             background_save.awaited.discard(path)
@@ -275,50 +268,9 @@ def _begin_files(new: NewCheckpoint, tensors: dict[str, Tensor], background: boo
     return lambda: files
 
 
-def _written_by(workers: WorkerGroup, posted: Posted, path: str) -> list[WrittenFile | None]:
-    """Waits, in a thread that is not the script's, for what workers write in the background."""
-    waiting = set(range(workers.num_workers))
-    files: list[WrittenFile | None] = []
-    while waiting:
-        has_ended = posted.failed() or workers.is_stopped()
-        for rank in sorted(waiting):
-            is_through, file = what_was_written(f"{path}{rank}.safetensors")
-            if is_through:
-                files.append(file)
-                waiting.remove(rank)
-        if waiting and has_ended:
-            raise OSError(f"{path}{min(waiting)}.safetensors: the workers ended, or failed, before they had written it")
-        if waiting:
-            time.sleep(_POLL_S)
-    for rank in range(workers.num_workers):
-        forget_what_was_written(f"{path}{rank}.safetensors")
-    return files
-
-
 def _copy_of(tensor: Tensor) -> Callable[[], Tensor]:
     copy = tensor.host_value().detach().clone() if isinstance(tensor, VirtualTensor) else tensor.detach().clone()
     return lambda: copy
-
-
-def _taken(workers: WorkerGroup, files: Sequence[WrittenFile | None], path: str) -> list[WrittenFile | None]:
-    """Returns what workers wrote once all of it is in the checkpoint's folder: files of hosts that do not share it are
-    moved here, piece by piece."""
-    wanted = {rank: f"{path}{rank}.safetensors" for rank in range(len(files))}
-    elsewhere = {rank: file for rank, file in enumerate(files) if file is not None and file.path != wanted[rank]}
-    if not elsewhere:
-        return list(files)
-    digests = workers.take(
-        {rank: (file.path, "" if file.failure else wanted[rank]) for rank, file in elsewhere.items()}
-    )
-    taken = list(files)
-    for rank, file in elsewhere.items():
-        if file.failure:  # of a host: the path alone would not say so
-            taken[rank] = replace(file, failure=f"on the host of worker {rank}: {file.failure}")
-        elif digests[rank] != file.sha256:
-            taken[rank] = replace(file, failure=f"it is not what worker {rank} wrote on its host: the checksum differs")
-        else:
-            taken[rank] = replace(file, path=wanted[rank])
-    return taken
 
 
 def _reader(tensor: Tensor) -> Callable[[], Tensor]:

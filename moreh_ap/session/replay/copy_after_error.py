@@ -7,6 +7,9 @@ Without recovery no commands are kept. But a forward that ran out of memory on a
 of their state, unless it writes buffers, parameters or attributes; a call that still waits for its backward cannot be
 copied. So each worker writes its copy now. The tensors of the commands that failed, and were skipped behind it, are
 still in the memory in which they were sent; the script may have changed its own by now.
+
+On one machine the copy lies in memory of this process, for as long as others need it. On several hosts it lies in that
+of the agents, which is there where recovery is on: the log of the workers has it then, as it has any other copy.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportMo
 from moreh_ap.protocol.messages.traces import words
 from moreh_ap.runtime.future import Reply
 from moreh_ap.runtime.recovery.copy_memory import CopyMemory
+from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.replay.restart import Unanswered
 
@@ -64,12 +68,18 @@ _NOT_READ = (
 """Commands whose answers are not read, or can be asked for again: an error loses those of its whole message."""
 
 
+_NO_MEMORY = "there is no memory that outlives a worker on this system"
+
+
 class CannotCopy(Exception):
     """The state of the workers is no longer that of before the command; the text says why."""
 
 
 class CopyAfterError:
     """The copy, and the commands to be sent after it.
+
+    Attributes:
+        is_logged: Whether others get the copy with the log of the workers before them.
 
     Args:
         workers: All of which have failed.
@@ -83,9 +93,10 @@ class CopyAfterError:
     def __init__(self, workers: WorkerGroup, error: BaseException, unanswered: Unanswered) -> None:
         if workers.is_stopped():
             raise CannotCopy("not all workers have failed at the same command")
-        self._memory = CopyMemory(workers.num_workers)
+        self.is_logged = not workers.shares_memory
+        self._memory = None if self.is_logged else CopyMemory(workers.num_workers)
         try:
-            taken, restore = self._take(workers)
+            taken, restore = _logged(workers) if self._memory is None else _written(workers, self._memory)
             failed = [one.failed for one in taken if one.failed is not None]
             _require_whole(taken, failed)
             self._messages = [(_commands_of(reply, workers), posted) for _, posted, reply in unanswered.ended_in(error)]
@@ -93,19 +104,10 @@ class CopyAfterError:
                 raise CannotCopy("the command that failed is not known")
             self._cut(failed[0].num_done)
         except BaseException:
-            self._memory.close()
+            if self._memory is not None:
+                self._memory.close()
             raise
-        self._first = [*failed[0].structure, restore]
-
-    def _take(self, workers: WorkerGroup) -> tuple[list[Snapshot], RestoreSnapshot]:
-        if not self._memory.files:
-            raise CannotCopy("there is no memory that outlives a worker on this system")
-        copy = TakeSnapshot(self._memory.files[0], 1, self._memory.most_bytes(), after_error=True)
-        try:
-            answers = workers.submit(Batch((copy,))).result()
-        except Exception as another:  # of any class: the first error reaches the script
-            raise CannotCopy(f"{type(another).__name__}: {another}") from another
-        return [one[0] for one in answers], RestoreSnapshot(copy.slot, copy.number, workers.num_workers)
+        self._first = [] if restore is None else [*failed[0].structure, restore]
 
     def _cut(self, num_done: int) -> None:
         """Leaves out of the message that failed what was executed before."""
@@ -125,16 +127,44 @@ class CopyAfterError:
             promise: Makes a promise.
             restored: Called once the workers have restored the copy.
         """
-        first = [change(command) for command in self._first]
+        if self._memory is None:
+            return self._messages
+        memory, first = self._memory, [change(command) for command in self._first]
         posted = [promise() for _ in first]
 
         def done(restoring: Any) -> None:
-            self._memory.close()
+            memory.close()
             if not restoring.failed():
                 restored()
 
         posted[-1].add_done_callback(done)
         return [(first, posted), *self._messages]
+
+
+def _written(workers: WorkerGroup, memory: CopyMemory) -> tuple[list[Snapshot], RestoreSnapshot | None]:
+    """Has workers of this machine write the copy; returns their answers, and what restores it."""
+    if not memory.files:
+        raise CannotCopy(_NO_MEMORY)
+    copy = TakeSnapshot(memory.files[0], 1, memory.most_bytes(), after_error=True)
+    answers = _answers(lambda: workers.submit(Batch((copy,))).result())
+    return answers, RestoreSnapshot(copy.slot, copy.number, workers.num_workers)
+
+
+def _logged(workers: WorkerGroup) -> tuple[list[Snapshot], RestoreSnapshot | None]:
+    """Has workers of several hosts write the copy, which their log has then; returns their answers."""
+    if not isinstance(workers, RecoveringWorkerGroup):
+        raise CannotCopy("recovery is off")
+    return _answers(workers.copy_after_error), None
+
+
+def _answers(take: Callable[[], Sequence[Any] | None]) -> list[Snapshot]:
+    try:
+        answers = take()
+    except Exception as another:  # of any class: the first error reaches the script
+        raise CannotCopy(f"{type(another).__name__}: {another}") from another
+    if answers is None:
+        raise CannotCopy(_NO_MEMORY)
+    return [one[0] for one in answers]
 
 
 def _require_whole(taken: Sequence[Snapshot], failed: Sequence[Failed]) -> None:
@@ -152,5 +182,9 @@ def _commands_of(reply: Reply, workers: WorkerGroup) -> list[Any]:
     """Returns the commands of a message with the values that were sent."""
     packed = reply.payload
     assert isinstance(packed, Packed), "what ended in an error is kept, and was for all workers"
-    batch = pickle.loads(packed.pickle, buffers=workers.shared_memory.read(packed.buffers))
+    try:
+        buffers = workers.shared_memory.read(packed.buffers)
+    except OSError as error:
+        raise CannotCopy(str(error)) from error
+    batch = pickle.loads(packed.pickle, buffers=buffers)
     return list(batch.commands)

@@ -7,6 +7,7 @@ explains. Must not know when commands are kept and snapshots taken, nor how work
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,10 @@ class SessionReplayRules:
     def next_snapshot(self, most_bytes: int, most_s: float) -> Any:
         """Returns a command that has workers copy their state, within so many bytes and seconds."""
         return self._slots.next_copy(most_bytes, most_s)
+
+    def snapshot_after_error(self, most_bytes: int) -> Any:
+        """Returns a message that has workers copy their state after an error of all, and say what it has left."""
+        return Batch((replace(self._slots.next_copy(most_bytes, math.inf), after_error=True),))
 
     def taken(self, command: Any, values: Sequence[Any]) -> Taken:
         """Returns the outcome of the snapshot that a command had all workers take."""

@@ -83,11 +83,12 @@ class TakingOver:
         change, num_devices = under({remote.owner: remote}), planned.plan.num_devices
         reason = f'plan="{before}" ran out of memory: {oom_records.first_line(error)} {log.next_plan(planned.plan)}'
         session, again = self._session, []
-        if copied is None:
-            workers = self._others(error, change, num_devices, reason)
-        else:
+        if copied is not None:
             say = functools.partial(_say_how_long, reason, time.monotonic())
             again = copied.messages(change, lambda: Posted(session.outbox), say)
+        if copied is None or copied.is_logged:
+            workers = self._others(error, change, num_devices, reason)
+        else:
             workers = session.restart_workers(num_devices)
         self._tell_of(remote, planned)
         return Restart(workers, change, error, again)
@@ -219,10 +220,11 @@ class TakingOver:
         why_bound = session.workers.why_bound(error)
         if not why_bound:
             return None
-        if session.options.recovery == "memory" or not session.workers.shares_memory:
+        workers = session.workers
+        if session.options.recovery == "memory" or not (workers.shares_memory or workers.keeps_commands):
             raise _too_late(failed, why_bound)
-        # Replacement workers get the copy, and not the commands before it.
-        session.forget_commands("a plan ran out of memory")
+        if workers.shares_memory:  # replacement workers get the copy, and not the commands before it
+            session.forget_commands("a plan ran out of memory")
         try:
             return CopyAfterError(session.workers, error, session.outbox.unanswered)
         except CannotCopy as reason:

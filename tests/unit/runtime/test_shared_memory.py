@@ -159,6 +159,10 @@ class Hosts:
         host, _, start, value = self.sent.pop(index)
         os.pwrite(self.descriptors[host], value, start)
 
+    def fetch(self, place):
+        """Returns a value from the first host (`HostConnection.read_value`)."""
+        return os.pread(self.descriptors[0], place.num_bytes, place.start)
+
     def read(self, host, packed):
         with SharedMemoryReader(self.descriptors[host]).values(packed.buffers) as buffers:
             return unpack(packed._replace(buffers=buffers)).tensor().clone()
@@ -167,7 +171,7 @@ class Hosts:
 @pytest.fixture
 def hosts():
     made = Hosts()
-    made.memory.carry_by(made.carry, per_host=2)
+    made.memory.carry_by(made.carry, 2, made.fetch)
     yield made
     if made.memory.descriptor >= 0:
         made.memory.close()
@@ -223,6 +227,19 @@ def test_a_host_without_memory_is_an_error_where_the_value_is_read(hosts):
         assert len(value) == 4 * NUM_ROWS
 
 
+def test_values_are_read_back_from_this_machine_or_a_host(memory, hosts):
+    packed = pack(memory, [data(1.5), data(2.5, 3)])
+    for one in (packed, there := pack(hosts.memory, [data(1.5), data(2.5, 3)])):
+        if one is there:
+            hosts.deliver()
+        owner = hosts.memory if one is there else memory
+        large, small = pickle.loads(one.pickle, buffers=owner.read(one.buffers))
+        assert torch.equal(large.tensor(), torch.full((NUM_ROWS,), 1.5)) and small.tensor().tolist() == [2.5] * 3
+    hosts.memory.carry_by(hosts.carry, 2, hosts.fetch)
+    with pytest.raises(OSError, match="lost with the workers"):
+        hosts.memory.read(there.buffers)
+
+
 def test_no_value_is_sent_once_it_is_closed(hosts):
     hosts.memory.close()
     assert not places(pack(hosts.memory, data(1.0))) and not hosts.sent
@@ -231,7 +248,7 @@ def test_no_value_is_sent_once_it_is_closed(hosts):
 def test_values_that_earlier_connections_carried_are_gone(hosts):
     before = pack(hosts.memory, data(1.0))
     assert not hosts.memory.is_gone(before.buffers)
-    hosts.memory.carry_by(hosts.carry, per_host=2)
+    hosts.memory.carry_by(hosts.carry, 2, hosts.fetch)
     after = pack(hosts.memory, data(2.0))
     assert hosts.memory.is_gone(before.buffers) and not hosts.memory.is_gone(after.buffers)
 

@@ -51,7 +51,8 @@ class SnapshotCommands:
         began_s, before_s = time.perf_counter(), self._asked_s
         self._asked_s = began_s
         taken = self._copied(command)
-        if self._are_on_several_hosts() and all_agree(not taken.problem):
+        # After an error a worker may have begun a collective that another has not: they exchange nothing any more.
+        if not command.after_error and self._are_on_several_hosts() and all_agree(not taken.problem):
             left_s = max(0.0, command.most_s - taken.num_bytes / COLD_BYTES_PER_S)
             passed = pass_on(self._part_of(command.slot), workers_of_a_host(), command.number, left_s)
             if passed.problem:

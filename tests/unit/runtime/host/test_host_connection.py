@@ -10,6 +10,7 @@ import pytest
 
 from moreh_ap.hosts.channel import Channel
 from moreh_ap.hosts.host_files import WRITTEN, HostFiles, digest
+from moreh_ap.protocol.encoding import SentPlace
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 
 
@@ -35,6 +36,11 @@ class Way:
                 except OSError as failure:
                     error = str(failure)
                 self.channel.send("piece", piece, error=error)
+            elif message.kind == "value":
+                start, size = message.values["start"], message.values["num_bytes"]
+                self.asked.append(start)
+                has = message.values["number"] == 7
+                self.channel.send("value", b"0123456789"[start : start + size], error="" if has else "no memory")
             elif message.kind == "remove":
                 self.files.remove(message.values["name"])
 
@@ -63,6 +69,18 @@ def test_a_file_is_taken_one_piece_after_the_other_and_is_gone_there(way, tmp_pa
     with pytest.raises(OSError, match="No such file"):
         connection.take_file(there.name, str(tmp_path / "again"))
     connection.end()
+
+
+def test_a_sent_value_is_read_back_piece_by_piece(way):
+    connection = HostConnection("node2", way)
+    assert connection.read_value(SentPlace(2, 7, 7)) == b"2345678" and way.asked == [2, 6]
+    for place, why in ((SentPlace(0, 5, 8), "no memory"), (SentPlace(10, 5, 7), "nothing is there")):
+        with pytest.raises(OSError, match=f"node2: {why}"):
+            connection.read_value(place)
+    connection.end()
+    connection.give_up("its link was cut")
+    with pytest.raises(OSError, match="node2: "):
+        connection.read_value(SentPlace(2, 7, 7))
 
 
 def test_what_cannot_be_read_there_names_the_host(way, tmp_path):

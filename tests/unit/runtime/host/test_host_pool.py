@@ -96,6 +96,24 @@ def test_a_host_that_is_lost_meanwhile_gets_no_file_and_one_that_cannot_take_it_
     assert "df -h" in raised.value.fix
 
 
+def test_what_workers_have_written_is_taken_from_the_host_that_has_it(pool_of):
+    one, other = Connection("a"), Connection("b")
+    for connection in (one, other):
+        connection.files, connection.taken = f"/tmp/moreh-{connection.name}", {}
+        connection.take_files = lambda files, into=connection.taken: (
+            into.update(files) or [(rank, "") for rank in files]
+        )
+    written = {0: ("/tmp/moreh-a/written/1-worker0", "/ckpt/0"), 1: ("/tmp/moreh-b/written/1-worker1", "")}
+    pool, _ = pool_of([one, other])
+    assert pool.take_from_all([one, other], written) == {0: "", 1: ""}
+    assert (one.taken, other.taken) == ({0: written[0]}, {1: written[1]})
+    with pytest.raises(WorkerLostError, match=r"A host is lost, and what it has saved \(1-worker1\)"):
+        pool.take_from_all([one], written)
+    other.take_files = lambda files: (_ for _ in ()).throw(HostLostError("its link was cut"))
+    with pytest.raises(WorkerLostError, match=r"The host b is lost, and what it has saved: its link was cut\."):
+        pool.take_from_all([one, other], written)
+
+
 def test_hosts_that_join_are_used_by_the_next_worker_group(pool_of):
     one, other = Connection("a"), Connection("b")
     pool, _ = pool_of([one])

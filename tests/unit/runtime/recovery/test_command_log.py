@@ -30,6 +30,9 @@ class Rules:
         self.most_bytes, self.most_s = most_bytes, most_s
         return f"snapshot {self.num_asked}"
 
+    def snapshot_after_error(self, most_bytes: int) -> Any:
+        return f"snapshot of at most {most_bytes} bytes"
+
     def taken(self, command: Any, values: Any) -> Any:
         return values
 
@@ -372,6 +375,17 @@ def test_commands_behind_those_that_are_kept_are_forgotten(log):
     assert log._next_snapshot() == "snapshot 1" and log.rules.most_bytes == 1000
     log.add(sent(3, steps=1))
     assert sum(one.num_steps for one in log._commands.values()) == 3 == log._num_steps
+
+
+def test_a_copy_after_an_error_makes_a_frugal_log_complete(frugal):
+    train(frugal, 1, 2)
+    frugal.add(sent(3, steps=1))
+    frugal.answered(sent(3), [], MemoryError("of all workers"))
+    assert frugal.snapshot_after_error() == "snapshot of at most 1000 bytes" and not frugal.is_complete
+    frugal.add(with_snapshot(4))
+    frugal.answered(with_snapshot(4), Taken("", seconds=0.1), None)
+    assert frugal.is_complete and [one.number for one in frugal.answered_commands()] == [4]
+    assert log_of(Copies(0), is_frugal=True).snapshot_after_error() is None
 
 
 def test_where_nothing_outlives_a_worker_there_are_no_copies_and_a_frugal_log_ends(clock, monkeypatch):

@@ -33,7 +33,7 @@ def group():
 
 
 def connect(group):
-    group.shared_memory.carry_by(lambda host, number, start, value: group.carried.append((host, start)), per_host=1)
+    group.shared_memory.carry_by(lambda host, number, start, value: group.carried.append((host, start)), 1, bytes)
 
 
 def sent(payload, origin) -> SentCommand:

@@ -73,6 +73,11 @@ def test_workers_are_told_which_value_their_host_had_no_memory_for(tmp_path, mon
         for worker in run.sockets[:2]:
             frame = worker.receive()
             assert (frame.kind, frame.number) == (MISSING, 42)
+        with pytest.raises(OSError, match="had no memory for a value"):
+            run.relays[0].read_value(42, 0, 5)
+        monkeypatch.undo()
+        os.pwrite(run.memories[0], b"value", 3)
+        assert run.relays[0].read_value(43, 3, 5) == b"value"
 
 
 def test_a_closed_relay_takes_no_connection_and_writes_nothing_more(tmp_path):

@@ -97,7 +97,7 @@ class Remote:
 class Group:
     """Workers, of which `bound` says why others cannot take over."""
 
-    shares_memory, has_stopped = True, False
+    shares_memory, has_stopped, keeps_commands = True, False, False
 
     def is_stopped(self):
         return self.has_stopped
@@ -170,6 +170,20 @@ def test_workers_of_several_hosts_write_no_copy_after_an_error(trained, recovery
     session.options, session.workers.shares_memory = SimpleNamespace(recovery=recovery), False
     with pytest.raises(torch.OutOfMemoryError, match="can take over: there is no copy"):
         made._on_error(torch.OutOfMemoryError("CUDA out of memory."))
+
+
+def test_workers_of_several_hosts_that_keep_commands_write_a_copy_after_an_error(trained, monkeypatch):
+    made, session, remote = trained(bound="no copy of what workers hold has been taken yet")
+    session.options, session.workers.shares_memory = SimpleNamespace(recovery="auto"), False
+    session.workers.keeps_commands, session.outbox.unanswered = True, "messages"
+    asked, again = [], [(["the command that failed"], ["a promise"])]
+    copied = SimpleNamespace(is_logged=True, messages=lambda change, promise, restored: again)
+    monkeypatch.setattr(taking_over, "CopyAfterError", lambda *of: asked.append(of) or copied)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    restart = made._on_error(error)
+    assert asked == [(session.workers, error, "messages")]
+    assert restart.workers == (remote.plan.num_devices, "past") and restart.again == again
+    assert session.workers.ended[0] is error, "others get the log, which has the copy"
 
 
 def test_agents_that_no_others_take_over_end_with_the_workers(trained):
