@@ -117,7 +117,7 @@ def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float
         name,
         "free memory",
         _size(report.free_memory_bytes),
-        f"{_size(needed)} for {per_host} workers",
+        f"{_size(needed)} for {per_host} worker{'s' if per_host > 1 else ''}",
         report.free_memory_bytes >= needed,
         on_host(host, "free -h"),
     )

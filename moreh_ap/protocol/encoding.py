@@ -168,14 +168,15 @@ class WorkerTraceback(Exception):
         rank: which worker raised.
         text: its formatted traceback.
         num_done: how many commands of the message were executed before the one that raised.
+        place: " on " and the worker's host, where there are several; else empty.
     """
 
-    def __init__(self, rank: int, text: str, num_done: int = 0) -> None:
-        super().__init__(rank, text, num_done)
-        self.rank, self.text, self.num_done = rank, text, num_done
+    def __init__(self, rank: int, text: str, num_done: int = 0, place: str = "") -> None:
+        super().__init__(rank, text, num_done, place)
+        self.rank, self.text, self.num_done, self.place = rank, text, num_done, place
 
     def __str__(self) -> str:
-        return f"\n\nin worker {self.rank}:\n{self.text}"
+        return f"\n\nin worker {self.rank}{self.place}:\n{self.text}"
 
 
 @dataclass(frozen=True)
@@ -233,9 +234,14 @@ def _pack_if_it_survives(error: BaseException, text: str) -> Packed | None:
         return None
 
 
-def restore_failure(failure: Failure) -> BaseException:
+def restore_failure(failure: Failure, place: str = "") -> BaseException:
     """Returns the exception to raise in the controller: the original type where it survived the way, else a subclass
-    of `WorkerError` with the name of the original. Its `__cause__` carries the worker's traceback."""
+    of `WorkerError` with the name of the original. Its `__cause__` carries the worker's traceback.
+
+    Args:
+        failure: What the worker says.
+        place: As in `WorkerTraceback`.
+    """
     error: BaseException | None = None
     if failure.packed is not None:
         try:
@@ -246,7 +252,7 @@ def restore_failure(failure: Failure) -> BaseException:
     if error is None:
         named = type(failure.type_name, (WorkerError,), {"__module__": WorkerError.__module__})
         error = named(failure.text or failure.type_name)
-    error.__cause__ = WorkerTraceback(failure.rank, failure.traceback, failure.num_done)
+    error.__cause__ = WorkerTraceback(failure.rank, failure.traceback, failure.num_done, place)
     return error
 
 

@@ -123,3 +123,8 @@ def kill_group(pid: int) -> None:
             os.killpg(pid, signal.SIGKILL)
         else:
             os.kill(pid, signal.SIGKILL)
+
+
+def how_ended(code: int) -> str:
+    """Returns how a process ended, in words, from its exit code: negative after a signal."""
+    return f"killed by signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

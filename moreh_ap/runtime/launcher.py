@@ -18,7 +18,7 @@ from moreh_ap.errors import MeshStartError, WorkerLostError
 from moreh_ap.local.script_end import exit_waits
 from moreh_ap.runtime import engine_variables, worker_environment
 from moreh_ap.runtime.bootstrap import Launch
-from moreh_ap.runtime.child_process import Child, RemoteChild, kill_group
+from moreh_ap.runtime.child_process import Child, RemoteChild, how_ended, kill_group
 from moreh_ap.runtime.engine_error import EngineError, start_error
 from moreh_ap.runtime.forking import warm_client
 from moreh_ap.runtime.forking.early_imports import is_needed
@@ -158,7 +158,7 @@ class Launcher:
     def find_dead(self) -> WorkerLostError | None:
         """Returns the error for the agent or the first worker whose process is gone, None while all live."""
         if self._agent is not None and (code := self._agent.exit_code()) is not None:
-            return WorkerLostError(f"{self._supervisor()} died: {_how(code)}. The workers ended with it.")
+            return WorkerLostError(f"{self._supervisor()} died: {how_ended(code)}. The workers ended with it.")
         for rank, child in self._children.items():
             if not child.is_alive():
                 return self._lost(rank)
@@ -275,7 +275,11 @@ class Launcher:
 
     def describe(self, rank: int) -> str:
         """Returns what a worker is called in errors."""
-        return f"Worker {rank} of {self._request.num_workers} (process {self._children[rank].pid})"
+        return f"Worker {rank} of {self._request.num_workers} (process {self._children[rank].pid}){self.place_of(rank)}"
+
+    def place_of(self, rank: int) -> str:
+        """Returns where a worker is: " on " and its host; empty on this machine."""
+        return ""
 
     def _start_agents(self) -> None:
         """Starts what starts workers."""
@@ -388,13 +392,9 @@ class Launcher:
         by_signal = re.fullmatch(r"Killed\(sig=(\d+)\)", report or "")
         if code is None and by_signal:
             code = -int(by_signal.group(1))
-        how = (report or "cause unknown") if code is None else _how(code)
+        how = (report or "cause unknown") if code is None else how_ended(code)
         memory = "dmesg | grep -i 'out of memory'  # the system kills for memory: try a smaller batch or model"
         return WorkerLostError(
             f"{self.describe(rank)} died: {how}.{self.last_words(rank)}",
             fix=memory if code == -signal.SIGKILL else "",
         )
-
-
-def _how(code: int) -> str:
-    return f"killed by signal {-code}, {signal.strsignal(-code)}" if code < 0 else f"exit code {code}"

@@ -14,7 +14,7 @@ was declared recoverable, all workers are stopped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from moreh_ap.errors import MeshStartError, WorkerLostError
@@ -42,9 +42,14 @@ class Outcome(NamedTuple):
 
 
 class OutcomeResolver:
-    """Resolves the answers to commands, in the order in which these were sent."""
+    """Resolves the answers to commands, in the order in which these were sent.
 
-    def __init__(self) -> None:
+    Args:
+        place_of: Returns where a worker is, as in `WorkerTraceback`.
+    """
+
+    def __init__(self, place_of: Callable[[int], str] = lambda rank: "") -> None:
+        self._place_of = place_of
         self._cause: tuple[int, BaseException] | None = None  # an epoch, and the error because of which it is skipped
 
     def resolve(self, epoch: int, recoverable: bool, answers: Sequence[Answer]) -> Outcome:
@@ -75,7 +80,8 @@ class OutcomeResolver:
     def _error(self, epoch: int, answers: Sequence[Answer]) -> tuple[BaseException, bool]:
         if self._cause is not None and self._cause[0] == epoch:
             return self._cause[1], False
-        error = restore_failure(failure_of(next(answer for answer in answers if answer.status == FAILED)))
+        failure = failure_of(next(answer for answer in answers if answer.status == FAILED))
+        error = restore_failure(failure, self._place_of(failure.rank))
         self._cause = epoch, error
         return error, True
 

@@ -88,7 +88,7 @@ class WorkerGroup:
         self._sent: deque[tuple[SentCommand, Awaited]] = deque()
         self._last_number = self._epoch = 0  # command 0 is the workers' joining; those of the script count from 1
         self._errors: deque[tuple[int, BaseException]] = deque()  # not raised yet, each with its command's number
-        self._resolver = OutcomeResolver()
+        self._resolver = OutcomeResolver(lambda rank: self._launcher.place_of(rank))
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready, self._owner_pid = threading.Event(), os.getpid()
         self.shared_memory = SharedMemory(shares_memory)

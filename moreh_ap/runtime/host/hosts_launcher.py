@@ -225,8 +225,8 @@ class HostsLauncher(Launcher):
     def _label(self, rank: int) -> str:
         return f"{self._pool.names[rank // self._per_host]}, worker {rank}"
 
-    def describe(self, rank: int) -> str:
-        return f"{super().describe(rank)} on {self._host(rank).name}"
+    def place_of(self, rank: int) -> str:
+        return f" on {self._host(rank).name}"
 
     def _supervisor(self) -> str:
         return "A host's agent"

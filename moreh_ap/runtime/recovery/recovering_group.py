@@ -300,7 +300,7 @@ class RecoveringWorkerGroup(WorkerGroup):
         """Starts other workers and tells them all; returns what receives their answers, and the steps in that."""
         receiver = launch(self._launcher, lambda stage, done, total: None, self._come_first_at_exit, self.is_stopped)
         carrier = receiver.carrier = self._launcher.carrier(self.shared_memory)
-        self._resolver = OutcomeResolver()
+        self._resolver = OutcomeResolver(self._launcher.place_of)
         answered = self._log.answered_commands()
         on_the_way: deque[tuple[Logged, list[Packed], Awaited]] = deque()
         try:

@@ -313,7 +313,8 @@ def _link(rows: Sequence[tuple[str, int, int, float, float]], num_devices: int, 
     members = min((found for kind, found in points if kind == "sum"), key=lambda found: abs(found - num_devices))
     measured = sorted(points["sum", members])
     (small, small_s), (large, large_s) = measured[0], measured[-1]
-    if len(measured) == 1:  # a machine so busy that a sum of few bytes took too long for others to be measured
+    # On a busy machine a sum of few bytes takes too long for others to be measured, or longer than one of many.
+    if small_s >= large_s:
         small, small_s = 0.0, 0.0
     # for collectives that were not measured: a ring over all devices that sums as fast
     passed = 2 * (large - small) * (members - 1) / members

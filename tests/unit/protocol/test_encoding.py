@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moreh_ap.protocol import encoding
-from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, pack, unpack
+from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Failure, pack, restore_failure, unpack
 
 
 @pytest.mark.parametrize("size", [0, 1, OUT_OF_BAND_MIN_BYTES - 1, OUT_OF_BAND_MIN_BYTES, 1 << 16, 1 << 20])
@@ -53,3 +53,13 @@ def test_small_answers_are_not_looked_at_object_by_object(monkeypatch):
 def test_what_pickling_raises_is_raised():
     with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
         pack(lambda: None)
+
+
+def test_the_traceback_of_a_worker_says_where_it_is():
+    failure = Failure(
+        1, "FileNotFoundError", "no such file", "Traceback: ...", pack(FileNotFoundError(2, "no such file"))
+    )
+    assert str(restore_failure(failure).__cause__) == "\n\nin worker 1:\nTraceback: ..."
+    error = restore_failure(failure, " on node2")
+    assert str(error.__cause__) == "\n\nin worker 1 on node2:\nTraceback: ..." and type(error) is FileNotFoundError
+    assert str(pickle.loads(pickle.dumps(error.__cause__))) == str(error.__cause__)

@@ -175,6 +175,7 @@ def test_the_hosts_that_are_left_have_all_workers():
     environment = launcher._connections[1].sent[0][1]["environment"]
     assert environment["LOCAL_WORLD_SIZE"] == "3" and launcher._request.threads_per_worker == 2
     assert launcher._label(2) == "a, worker 2" and launcher.find_dead() is None
+    assert launcher.place_of(2) == " on a", "for tracebacks"
     assert launcher._pool.said == ["all 6 workers are on a, c from now on"]
     launcher._handler(lost)(SimpleNamespace(kind="exit", values={"rank": 2, "code": 0}, payload=b""))
 

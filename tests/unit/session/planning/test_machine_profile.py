@@ -273,6 +273,12 @@ def test_a_link_of_which_one_size_was_measured_has_the_rate_of_that():
     assert link.latency_s == 0.0
 
 
+def test_a_link_over_which_few_bytes_took_longer_than_many_has_the_rate_of_the_many():
+    """On a busy machine: they passed 4,193,280,000 MB/s."""
+    rows = [("sum", 2, 1 << 10, 0.6, 0.01), ("sum", 2, 1 << 20, 0.5, 0.01)]
+    assert _link(rows, 2, is_cpu=False, sharing=1.0).bytes_per_s == pytest.approx((1 << 20) / 0.5)
+
+
 H200 = DeviceInfo("NVIDIA H200", round(139.8 * GIB), True)
 
 
