@@ -118,9 +118,9 @@ def main():
             times = {f"time/{name}": statistics.fmean(durations) for name, durations in timers.items()}
             total_ms = sum(times.values())
             info = {"global_step": step + 1, "epoch": epoch, "epoch_progress": (epoch_step + 1) / num_batches,
-                    "lr": lr_scheduler.get_last_lr()[0], "running_loss": state["running_loss"] / args.log_interval,
-                    "tokens_per_s": 1000 * args.batch_size * args.block_size / total_ms, "time/total": total_ms}
-            info |= times | helpers.memory_stats()
+                    "num_batches_remaining": num_batches - epoch_step - 1, "lr": lr_scheduler.get_last_lr()[0],
+                    "running_loss": state["running_loss"] / args.log_interval, **helpers.memory_stats()}
+            info |= times | {"time/total": total_ms, "tokens_per_s": 1e3 * args.batch_size * args.block_size / total_ms}
             logging.info({name: round(value, 6) for name, value in info.items()})
             run.log(info, step=step + 1)
             state["logged_losses"].append(info["running_loss"])

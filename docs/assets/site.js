@@ -40,7 +40,15 @@ function letPartsBreak() {
       code.innerHTML = code.innerHTML.replace(/[,/_=](?=\w)/g, "$&<wbr>").replace(/(^|\s)(--[\w-]+)/g, '$1<span class="name">$2</span>');
 }
 
+// Commands and printed lines are broken on every screen. Code, and what is drawn or set in columns, is moved sideways on narrow ones.
+const DRAWN = /[\u2500-\u259f]|[-=]{4,}|\S {3,}\S/;
+function breakLines() {
+  for (const code of document.querySelectorAll(".md-typeset :is(.language-sh, .language-bash, .language-text) pre > code"))
+    if (!code.closest(".language-text") || !DRAWN.test(code.textContent)) code.classList.add("broken");
+}
+
 addEventListener("load", keepNamesWhole);
+addEventListener("load", breakLines);
 addEventListener("load", letPartsBreak);
 addEventListener("load", layOutTables);
 addEventListener("resize", layOutTables);

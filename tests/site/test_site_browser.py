@@ -30,6 +30,9 @@ CLIPPED = """() => [...document.querySelectorAll("article .md-typeset__scrollwra
 LONG_LINES = """() => [...document.querySelectorAll("article pre > code")]
     .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 60))"""
 
+CUT_COMMANDS = """() => [...document.querySelectorAll("article :is(.language-sh, .language-bash) pre > code")]
+    .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 60))"""
+
 
 @pytest.fixture(scope="module")
 def window(chromium, address):
@@ -75,6 +78,7 @@ def test_page_fits_the_screen_and_reports_nothing(window, site, address, name, l
         assert page.evaluate(CLIPPED) == [], size
         assert page.evaluate("document.querySelectorAll('article .md-typeset__table > table[class]').length") == 0, size
         assert size != "desktop" or page.evaluate(LONG_LINES) == []
+        assert page.evaluate(CUT_COMMANDS) == [], size
     assert page.evaluate("[...document.images].filter(one => !one.naturalWidth).map(one => one.src)") == []
     heights = page.evaluate("[...document.querySelectorAll('article div.mermaid')].map(one => one.offsetHeight)")
     assert bool(heights) == drawings
