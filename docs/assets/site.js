@@ -1,13 +1,13 @@
 // Where a table does not fit, its rows become cards: each cell below the heading of its column. Without scripts it is moved sideways.
 const MOST_COLUMNS = 14; // a matrix stays one
 
-// A column is too narrow where text stands in many lines of a word or two: five of three columns, eight of two.
+// A column is too narrow where text stands in eight lines or more of a few words, or, of three columns, in five lines of a word or two.
 function hasNarrowColumn(table, numColumns) {
-  const [narrow_px, tall_px] = numColumns < 3 ? [180, 130] : [130, 80];
   const text = document.createRange();
   return [...table.querySelectorAll("tbody td")].some(cell => {
     text.selectNodeContents(cell);
-    return cell.clientWidth < narrow_px && text.getBoundingClientRect().height > tall_px;
+    const tall_px = text.getBoundingClientRect().height;
+    return cell.clientWidth < 240 && tall_px > 140 || numColumns > 2 && cell.clientWidth < 130 && tall_px > 80;
   });
 }
 
