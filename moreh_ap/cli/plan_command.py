@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from moreh_ap.cli.plan_output import plan_json, plan_pictures, plan_tables
 from moreh_ap.cli.plan_process import in_a_process
-from moreh_ap.errors import OptionError
+from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.hardware import Cluster, find_cluster, find_device
 from moreh_ap.planner.cost.training_systems import MOREH_AP
@@ -26,6 +27,7 @@ from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profil
 from moreh_ap.planner.search.candidate import Candidate, evaluate_plan
 from moreh_ap.planner.search.constraints import ALL_KINDS, Constraints, for_packed_weights
 from moreh_ap.planner.search.device_counts import faster_on_fewer
+from moreh_ap.planner.search.no_fit_error import fewest_devices
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.ranking import Ranking
@@ -113,6 +115,10 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
         if value is not None and value < 1:
             option = f"--{name.replace('_', '-')}"
             raise OptionError(f"{option} {value}", "at least 1", f"moreh-ap plan ... {option} 1")
+    if not 1 <= arguments.memory_ratio <= 100:
+        raise OptionError(
+            f"--memory-ratio {arguments.memory_ratio}", "from 1 to 100", f"--memory-ratio {DEFAULT_RATIO}"
+        )
     picture = Path(arguments.picture) if arguments.picture else None
     if picture is not None and (picture.suffix.lower() != ".png" or not picture.resolve().parent.is_dir()):
         raise OptionError(f"--picture {picture}", "a .png file in a folder that exists", "--picture plan.png")
@@ -125,9 +131,20 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
     if arguments.compare:
         _compare(arguments, task, picture)
         return 0
-    ranking = search(task)
-    show(arguments, ranking, _on_fewer(task, shape, ranking.best), too_long(shape, arguments.seq_len))
+    ranking, notes = search(task), too_long(shape, arguments.seq_len)
+    try:
+        best = ranking.best
+    except PlanError as error:
+        raise _of_the_command(error, task, notes) from None
+    show(arguments, ranking, _on_fewer(task, shape, best), notes)
     return 0
+
+
+def _of_the_command(error: PlanError, task: Task, notes: list[str]) -> PlanError:
+    """Returns the error where no plan fits with a flag to paste in place of a script's line, and with the notes."""
+    devices = fewest_devices(task)
+    flag = f"--devices {shlex.quote(f'{devices}x{task.cluster.device.name}')}" if devices else ""
+    return PlanError(". ".join((error.fact, *notes)), error.allowed, flag, error.link)
 
 
 def _of_script(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
@@ -196,7 +213,7 @@ def shape_of(arguments: argparse.Namespace) -> TransformerShape:
     if arguments.config is not None:
         return shape_from_file(arguments.config)
     path = Path(arguments.model)
-    if path.exists() or path.suffix == ".json":
+    if path.exists() or path.suffix == ".json" or arguments.model.startswith((".", "/")):
         return shape_from_file(path)
     return find_model(arguments.model).shape
 
@@ -209,7 +226,8 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     """
     if (arguments.devices is None) == (arguments.hardware is None):
         said = "no devices" if arguments.devices is None else f"--devices {arguments.devices} and --hardware"
-        raise OptionError(said, "--devices 64xMI250, or --hardware h100 --nodes 16", "--devices 8xH100")
+        hosts = f"--hosts {arguments.hosts} " if arguments.hosts else ""
+        raise OptionError(said, "--devices 64xMI250, or --hardware h100 --nodes 16", f"{hosts}--devices 8xH100")
     if arguments.devices is not None:
         if arguments.nodes is not None:
             raise OptionError("--devices with --nodes", "--devices with --hosts", "--hosts 2 --devices 8xH100")

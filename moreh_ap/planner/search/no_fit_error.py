@@ -18,7 +18,7 @@ from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.planning_task import Task
 from moreh_ap.planner.search.search_space import enumerate_axes, recompute_kinds
 
-__all__ = ["nothing_fits"]
+__all__ = ["fewest_devices", "nothing_fits"]
 
 _MOST_DEVICES = 4096
 
@@ -31,7 +31,7 @@ def nothing_fits(task: Task, candidates: Sequence[Candidate]) -> PlanError:
     rows = _largest_batch(task)
     if rows:
         remedies.append(f"a batch of {rows} rows (it has {task.global_batch})")
-    devices = _fewest_devices(task)
+    devices = fewest_devices(task)
     if devices:
         flavour = flavour_of(devices, task.cluster.device.memory_bytes)
         named = f", flavour {flavour}" if flavour else ""
@@ -74,7 +74,7 @@ def _largest_batch(task: Task) -> int:
     return low
 
 
-def _fewest_devices(task: Task) -> int:
+def fewest_devices(task: Task) -> int:
     """Returns the smallest number of devices, doubled from the present, that fits; 0 if none does."""
     devices = task.cluster.num_devices * 2
     while devices <= _MOST_DEVICES:

@@ -146,9 +146,14 @@ def test_configurations(capsys, tmp_path):
         (["Llama3-8B", "--devices", "8xH100", "--picture", "plan.jpg"], OptionError, ".png"),
         (["Llama3-8B", "--devices", "8xH100", "--compare", "shard=4"], PlanError, "there are 8"),
         (["Llama3-8B", "--devices", "8xH100", "--compare", "shards=8"], PlanError, "cannot read"),
+        (["Llama3-8B", "--devices", "8xH100", "--memory-ratio", "101"], OptionError, "--memory-ratio 101"),
         (["Llama3-8B"], OptionError, "no devices"),
+        (["Llama3-8B", "--hosts", "2"], OptionError, "Try: --hosts 2 --devices 8xH100"),
         (["--devices", "8xH100"], OptionError, "no model"),
         (["no/such/config.json", "--devices", "8xH100"], OptionError, "there is no file"),
+        (["./no-such-folder", "--devices", "8xH100"], OptionError, "there is no file no-such-folder"),
+        (["Llama3-70B", "--devices", "1xRTX4090"], PlanError, "Try: --devices '32xRTX 4090'"),
+        (["GPT-2", "--devices", "1xT4", "--seq-len", "2000000"], PlanError, "GPT-2 takes 1,024 positions"),
         (["Llama3-70B", "--devices", "8xMI250", "--global-batch", "8"], PlanError, "flavour"),
     ],
 )
@@ -166,7 +171,7 @@ def test_exit_status(capsys):
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("out of memory: the leanest plan ") and "bytes" in said[0]
     assert said[1].startswith("Allowed: ") and "flavour 2xLarge.1024GB" in said[1]
-    assert said[2].startswith("Try: torch.moreh.option.enable_advanced_parallelization(devices=16)")
+    assert said[2].startswith("Try: --devices 16xMI250")
     assert main(["plan", "Llama3-8B", *where, "--", "train.py"]) == USAGE_STATUS
 
 
