@@ -44,7 +44,26 @@ function letPartsBreak() {
 const DRAWN = /[\u2500-\u259f]|[-=]{4,}|\S {3,}\S/;
 function breakLines() {
   for (const code of document.querySelectorAll(".md-typeset :is(.language-sh, .language-bash, .language-text) pre > code"))
-    if (!code.closest(".language-text") || !DRAWN.test(code.textContent)) code.classList.add("broken");
+    if (!code.closest(".language-text") || !DRAWN.test(code.textContent)) {
+      code.classList.add("broken");
+      keepFlagsWhole(code);
+    }
+}
+
+// A line breaks before or behind a flag, not at a hyphen in it.
+function keepFlagsWhole(code) {
+  const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), all = [];
+  while (texts.nextNode()) all.push(texts.currentNode);
+  for (const text of all) {
+    const parts = text.data.split(/(--[\w-]{1,40})/);
+    text.replaceWith(...parts.map((part, index) => {
+      if (index % 2 == 0) return part;
+      const flag = document.createElement("span");
+      flag.className = "name";
+      flag.textContent = part;
+      return flag;
+    }));
+  }
 }
 
 addEventListener("load", keepNamesWhole);
