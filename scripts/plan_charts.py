@@ -63,7 +63,14 @@ def _plan_of(label: str, task: Task, answer: Candidate | None) -> dict[str, Any]
     if answer is None:
         raise ValueError(f"{label}: nothing fits, so there is no plan to show")
     parts = {part: round(num_bytes / 2**30, 1) for part, num_bytes in answer.memory.components}
-    return {"label": label, "devices": task.cluster.num_devices, "plan": str(answer.plan), "parts": parts}
+    total = round(answer.memory.reserved_bytes / 2**30, 1)  # the tables' figure, which rounded parts may miss by 0.1
+    return {
+        "label": label,
+        "devices": task.cluster.num_devices,
+        "plan": str(answer.plan),
+        "parts": parts,
+        "total": total,
+    }
 
 
 def height_of(figures: dict[str, Any]) -> int:
@@ -109,4 +116,4 @@ def _lines_of(one: dict[str, Any], words: dict[str, str]) -> list[str]:
     """Returns the text above a bar: what it is, and the plan, whose parts stay whole."""
     head = words.get(one["label"], one["label"].replace("x", " x "))
     plan = textwrap.wrap(one["plan"].replace(",", ", "), _CHARACTERS_A_LINE, break_on_hyphens=False)
-    return [f"{head.format(devices=one['devices'])}: {sum(one['parts'].values()):.1f} GiB", *plan]
+    return [f"{head.format(devices=one['devices'])}: {one['total']:.1f} GiB", *plan]

@@ -24,11 +24,11 @@ function layOutTables() {
   }
 }
 
-// A flag such as `--batch-size`, and names in tables, stay on one line. A style alone cannot tell them from other code, which may break.
+// A flag such as `--batch-size`, a program's name, and names in tables, stay on one line. A style alone cannot tell them from other code, which may break.
 function keepNamesWhole() {
   for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
     const cell = code.closest("td");
-    const whole = !cell ? /^--?[\w-]{1,22}$/ : cell.cellIndex ? /^(--?[\w-]{1,22}|\w{1,18})$/ : /^\S{1,24}$/;
+    const whole = !cell ? /^(--?[\w-]{1,22}|moreh-[\w-]{1,14})$/ : cell.cellIndex ? /^(--?[\w-]{1,22}|\w{1,18})$/ : /^\S{1,24}$/;
     code.classList.toggle("name", whole.test(code.textContent));
   }
 }
@@ -37,7 +37,7 @@ function keepNamesWhole() {
 function letPartsBreak() {
   for (const code of document.querySelectorAll(".md-typeset :not(pre) > code:not(.name)"))
     if (code.textContent.length > 16 && !code.childElementCount)
-      code.innerHTML = code.innerHTML.replace(/[,/_=](?=\w)/g, "$&<wbr>").replace(/(^|\s)(--[\w-]+)/g, '$1<span class="name">$2</span>');
+      code.innerHTML = code.innerHTML.replace(/[,/_=](?=\w)/g, "$&<wbr>").replace(/(^|\s)(--[\w-]+|moreh-[\w-]+)/g, '$1<span class="name">$2</span>');
 }
 
 // Commands and printed lines are broken on every screen. Code, and what is drawn or set in columns, is moved sideways on narrow ones.

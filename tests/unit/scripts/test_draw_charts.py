@@ -90,7 +90,8 @@ def test_a_chart_of_plans_has_each_plan_whole_and_colours_for_the_dark(charts, l
     said = "".join(re.findall(r">([^<>]+)</text>", text)).replace(" ", "")
     for plan in figures["plans"]:
         assert plan["plan"] in said
-        assert f"{sum(plan['parts'].values()):.1f}GiB" in said
+        assert f"{plan['total']:.1f}GiB" in said
+        assert sum(plan["parts"].values()) == pytest.approx(plan["total"], abs=0.05 * len(plan["parts"]) + 0.05)
 
 
 def test_bars_are_the_memory_that_the_page_states(charts):
@@ -98,11 +99,17 @@ def test_bars_are_the_memory_that_the_page_states(charts):
     assert sum(published["parts"].values()) > charts.plan_charts.figures_of("llama3-70b")["memory"]
     for language in ("", ".ko"):
         page = (charts.TUTORIALS / f"llama3-70b{language}.md").read_text(encoding="utf-8")
-        assert (
-            f"{sum(chosen['parts'].values()):.1f} GiB" in page and f"{sum(published['parts'].values()):.1f} GiB" in page
-        )
+        assert f"{chosen['total']:.1f} GiB" in page and f"{published['total']:.1f} GiB" in page
     with pytest.raises(ValueError, match="no plans"):
         charts.plan_charts.figures_of("none")
+
+
+def test_bars_have_the_totals_of_the_tables_of_flavours(charts):
+    for tutorial, model in charts.plan_charts.OF_TUTORIALS.items():
+        table = (ROOT / "docs" / "shared" / "flavours" / f"{model.lower()}.md").read_text(encoding="utf-8")
+        for plan in charts.plan_charts.figures_of(tutorial)["plans"]:
+            row = next(row for row in table.splitlines() if f"({plan['devices']})" in row)
+            assert f"| {plan['total']:.1f} GiB |" in row
 
 
 def test_step_times_read_as_in_the_table(charts):
