@@ -20,7 +20,7 @@ function layOutTables() {
     if (room.scrollWidth <= room.clientWidth && !hasNarrowColumn(table, heads.length)) continue;
     for (const row of table.querySelectorAll("tbody tr"))
       [...row.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
-    const isShort = [...table.querySelectorAll("tbody td")].every(cell => cell.querySelector("code") || cell.textContent.length < 33);
+    const isShort = [...table.querySelectorAll("tbody td:not(:first-child)")].every(cell => cell.querySelector("code") || cell.textContent.length < 33);
     table.setAttribute("data-cards", isShort ? "short" : "");
   }
 }
