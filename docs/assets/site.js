@@ -29,16 +29,18 @@ function layOutTables() {
 function keepNamesWhole() {
   for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
     const cell = code.closest("td");
-    const whole = !cell ? /^(--?[\w-]{1,22}|moreh-[\w-]{1,14})$/ : cell.cellIndex ? /^(--?[\w-]{1,22}|\w{1,18})$/ : /^\S{1,24}$/;
+    const whole = !cell ? /^(--?[\w-]{1,22}=?|moreh-[\w-]{1,14})$/ : cell.cellIndex ? /^(--?[\w-]{1,22}|\w{1,18})$/ : /^\S{1,24}$/;
     code.classList.toggle("name", whole.test(code.textContent));
   }
 }
 
 // Plans, paths and long names break between their parts, where they have to, and commands not within a flag.
 function letPartsBreak() {
-  for (const code of document.querySelectorAll(".md-typeset :not(pre) > code:not(.name)"))
-    if (code.textContent.length > 16 && !code.childElementCount)
-      code.innerHTML = code.innerHTML.replace(/[,/_=](?=\w)/g, "$&<wbr>").replace(/(^|\s)(--[\w-]+|moreh-[\w-]+)/g, '$1<span class="name">$2</span>');
+  for (const code of document.querySelectorAll(".md-typeset :not(pre) > code:not(.name)")) {
+    if (code.childElementCount) continue;
+    const parted = code.textContent.length > 16 ? code.innerHTML.replace(/[,/_=](?=\w)/g, "$&<wbr>") : code.innerHTML;
+    code.innerHTML = parted.replace(/(^|\s)(--[\w-]+|moreh-[\w-]+)/g, '$1<span class="name">$2</span>');
+  }
 }
 
 // Commands and printed lines are broken on every screen. Code, and what is drawn or set in columns, is moved sideways on narrow ones.
