@@ -155,8 +155,8 @@ def find_tables(given: Arguments) -> BagTables | None:
         if type(value) in (list, tuple) and value and all(_is_vector(one) for one in value):
             lists.append(value)
             return value
-        if isinstance(value, Tensor) and value.ndim == 2 and _is_vector(value[:1].flatten()):
-            stacks.append(value)
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim == 2:
+            stacks.extend([value] if _is_vector(value[:1].flatten()) else [])
         return INSIDE
 
     replaced_in(look, given)

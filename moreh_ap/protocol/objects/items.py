@@ -65,8 +65,9 @@ def replaced(choose: Callable[[Any], Any], value: Any) -> Any:
 
 
 def has_rows(value: Any, count: int) -> bool:
-    """Says whether a value is a tensor with so many rows in its first dim."""
-    return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == count
+    """Says whether a value is a tensor with so many rows in its first dim; none that is sparse."""
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    return is_dense and value.ndim > 0 and bool(value.shape[0] == count)
 
 
 def replaced_in(choose: Callable[[Any], Any], given: Arguments) -> Arguments:

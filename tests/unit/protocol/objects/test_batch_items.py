@@ -77,6 +77,15 @@ def test_ordinary_tensors_have_no_items():
     assert find_items((torch.randn(4, 3),), {"labels": torch.arange(4)}) is None
 
 
+def test_a_sparse_matrix_has_no_items():
+    """The adjacency of one graph beside the features of its nodes, in either order."""
+    features, edges = torch.rand(5, 3), torch.eye(5).to_sparse()
+    assert find_items((), {"features": features, "edges": edges}) is None
+    for given in ([features, edges], (edges, features)):
+        items = find_items((given,), {"edges": edges})
+        assert items is None or items.select([0])[1]["edges"] is edges
+
+
 @pytest.mark.parametrize("is_ended", [False, True])
 def test_bags_are_cut_by_their_offsets(is_ended):
     words, weights, dense = torch.arange(10, 17), torch.rand(7), torch.arange(4)[:, None]
