@@ -226,10 +226,11 @@ def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     backend, tensor = IN_FORCE.backend, args[0]
-    if type(tensor) is HostTensor and not kwargs.get("inputs") and len(args) < 5:
+    if type(tensor) is HostTensor and kwargs.get("inputs") is None and len(args) < 5:
         with without_class([one for one in (*args, *kwargs.values()) if type(one) is HostTensor]):
             return func(*args, **kwargs)
-    if len(args) == 1 and not any(map(kwargs.get, _BEYOND_PLAIN_BACKWARD)) and isinstance(tensor, VirtualTensor):
+    is_beyond = kwargs.get("gradient") is not None or kwargs.get("inputs") is not None or kwargs.get("create_graph")
+    if len(args) == 1 and not is_beyond and isinstance(tensor, VirtualTensor):
         with torch._C.DisableTorchFunction():
             is_plain = tensor.numel() == 1 and tensor.is_floating_point()  # PyTorch has its own error for others
             one = place(torch.ones(tensor.shape, dtype=tensor.dtype)) if is_plain else None
@@ -237,9 +238,6 @@ def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(tensor, **{**kwargs, "gradient": one})
     return func(*args, **kwargs) if backend is None else backend.backward_of_tensor(func, args, kwargs)
-
-
-_BEYOND_PLAIN_BACKWARD = ("gradient", "create_graph", "inputs")
 
 
 def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,16 @@ def test_data_given_by_name_and_tensors_in_lists(make):
     assert isinstance(made, VirtualTensor) and made.dtype == torch.float64 and made.tolist() == [[1], [2]]
 
 
+@pytest.mark.parametrize("weights", [[0.5, 2.0], [0.0, 0.0]])
+def test_a_backward_is_given_a_gradient_by_name(weights):
+    """As PyTorch passes on the first argument of ``y.backward(weights)``, also of one number that is zero."""
+    for count in (2, 1):
+        x, gradient = torch.ones(count).cuda().requires_grad_(), torch.tensor(weights[:count])
+        (3 * x).backward(gradient.cuda())
+        (3 * x).backward(gradient=gradient.cuda(), inputs=x)
+        assert x.grad.tolist() == (6 * gradient).tolist()
+
+
 @pytest.mark.parametrize("where", [(0,), (0, torch.float64), (torch.device("cuda", 0),)])
 def test_a_module_moves_to_a_device_that_is_a_number(where):
     assert torch.nn.Linear(2, 2).to(*where).weight.is_cuda
