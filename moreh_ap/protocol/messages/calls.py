@@ -101,10 +101,19 @@ class ReadsAttributes:
 
 
 @dataclass(frozen=True)
+class KeepsLists:
+    """The answer to a `Forward` that has not run: its lists have no entry for each row. See `listed_rows.py`."""
+
+
+@dataclass(frozen=True)
 class AddsMembers:
     """The answer to a `Forward` that was undone: it adds layers, buffers or hooks to the model."""
 
     names: tuple[str, ...]
+
+
+NotRun = ReadsAttributes | AddsMembers | KeepsLists
+"""The answers to a `Forward` that is to be sent in another way."""
 
 
 @dataclass(frozen=True)

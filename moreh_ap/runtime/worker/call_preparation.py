@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.listed_arguments import ListedArguments
 from moreh_ap.parallelizer.call.parameter_writes import require_full_parameters
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state, with_tensors
@@ -38,9 +39,12 @@ from moreh_ap.protocol.messages.calls import (
     AddsMembers,
     DefineSignature,
     Forward,
+    KeepsLists,
+    NotRun,
     ReadsAttributes,
 )
 from moreh_ap.protocol.objects.batch_items import Arguments, find_items
+from moreh_ap.protocol.objects.listed_rows import LISTED_ROWS
 from moreh_ap.protocol.passed_state import PASSED_STATE, names_with_rows
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
@@ -122,6 +126,8 @@ class CallPreparation:
         """Attributes that forwards have set so far."""
         self.written: list[Tensor] = []
         """The parameters that forwards change."""
+        self.with_lists: set[Hashable] = set()
+        """Kinds of calls that lists of rows were passed to."""
         self.run_once: set[Hashable] = set()
         """Kinds of calls that were run and added nothing to the model."""
         self.verdicts: dict[Hashable, SplitVerdict] = {}
@@ -143,7 +149,7 @@ class CallPreparation:
         tensors: list[Tensor],
         local: list[bool],
         random: RandomPolicy,
-    ) -> PreparedCall | ReadsAttributes | AddsMembers:
+    ) -> PreparedCall | NotRun:
         """Returns how a call runs, or why it cannot run on workers as it is. A collective.
 
         Args:
@@ -163,7 +169,7 @@ class CallPreparation:
         args, kwargs = nesting.fill(tensors)
         if keeps_no_cache:
             kwargs = without_cache(module, kwargs)
-        call = self._unsplit_call(command, module, PASSED_STATE in kwargs, random)
+        call = self._unsplit_call(command, module, kwargs, random)
         kind = self._kind(signature, command, tensors, carried)
         if reads := self._reads((kind, frozenset(self.kept)), self.kept, call, args, kwargs, rows):
             return ReadsAttributes(reads)
@@ -180,6 +186,8 @@ class CallPreparation:
             names = names_with_rows(model.module, rows, leaves[0])
             if reads := self._reads((kind, "rows"), names, call, args, kwargs, rows):
                 return ReadsAttributes(reads)
+        if LISTED_ROWS in kwargs and self._has_other_lists(kind, verdict, rows, axis):
+            return KeepsLists()
         if verdict.items is None:  # else there are no rows, and what a trial of them raised says nothing
             self.model.faults += self._faults
         self._faults = ()
@@ -215,14 +223,21 @@ class CallPreparation:
         )
         return self.prepared[key]
 
+    def _has_other_lists(self, kind: Hashable, verdict: SplitVerdict, rows: int | None, axis: Axis) -> bool:
+        """Returns whether a call was given lists as rows and cannot be split; asked when calls of its kind begin."""
+        is_new = kind not in self.with_lists
+        self.with_lists.add(kind)
+        return is_new and not verdict.split and rows is not None and rows >= axis.size > 1
+
     def _has_blocks_apart(self) -> bool:
         """Returns whether blocks run apart from the forward around them: in a pipeline, again, or compiled."""
         plan = self.model.plan
         return self.model.applied.stages is not None or plan.recompute != "none" or plan.compile != "none"
 
-    def _unsplit_call(self, command: Forward, module: nn.Module, is_passed_state: bool, random: RandomPolicy) -> Call:
+    def _unsplit_call(self, command: Forward, module: nn.Module, kwargs: dict[str, Any], random: RandomPolicy) -> Call:
         """Returns a call of a module, the model or one inside, that every worker computes whole."""
         model, axis = self.model, self._axis(command.grad)
+        passed = ((PASSED_STATE, PassedState), (LISTED_ROWS, ListedArguments))
         return Call(
             model.module,
             "unsplit",
@@ -232,7 +247,7 @@ class CallPreparation:
             random=random,
             autocast=command.autocast_dtype,
             target=None if module is model.module else module,
-            extensions=(*model.extensions, PassedState()) if is_passed_state else model.extensions,
+            extensions=(*model.extensions, *(kind() for name, kind in passed if name in kwargs)),
             meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
         )
 

@@ -29,10 +29,10 @@ from moreh_ap.protocol.messages.calls import (
     Differentiate,
     Forward,
     ForwardReply,
+    NotRun,
     ReadInputGradients,
     ReadOutputGradient,
     ReadOutputs,
-    ReadsAttributes,
     ReleaseCalls,
     TakeGradients,
 )
@@ -89,7 +89,7 @@ class CallCommands:
         for call_id in command.call_ids:
             self._calls.pop(call_id, None)
 
-    def _forward(self, command: Forward) -> ForwardReply | ReadsAttributes | AddsMembers | None:
+    def _forward(self, command: Forward) -> ForwardReply | NotRun | None:
         if command.grad:
             self._tables.clock.forward_begins()
         signature = self._signatures[command.signature]

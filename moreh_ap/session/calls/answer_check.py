@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from moreh_ap.errors import ExactnessError, TrialError, TrialWarning, UnsplitError
-from moreh_ap.protocol.messages.calls import FEWER_ROWS, SINGLE_ROW, UNSPLIT, AddsMembers, ReadsAttributes
+from moreh_ap.protocol.messages.calls import FEWER_ROWS, SINGLE_ROW, UNSPLIT, AddsMembers, KeepsLists, ReadsAttributes
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure, form_of
 from moreh_ap.session.outbox import Posted
@@ -30,6 +30,10 @@ class ReadsPassedState(HasToBeRepeated):
     def __init__(self, names: tuple[str, ...]) -> None:
         super().__init__(*names)
         self.names = names
+
+
+class HasOtherLists(HasToBeRepeated):
+    """Lists among the arguments have no entry for each row: the call is repeated with the lists as they are."""
 
 
 class MakesMembers(HasToBeRepeated):
@@ -108,6 +112,7 @@ def learn_structure(model: RemoteModel, key: Any, replies: Sequence[Any], *, gra
 
     Raises:
         ReadsPassedState: The forward has not run, since it reads attributes that earlier forwards set.
+        HasOtherLists: The forward has not run, since its lists have no entry for each row.
         MakesMembers: The forward adds something to the model.
         UnsplitError: Every device computed the whole batch of a training call, which the options refuse.
         TrialError: A trial of the forward failed by our fault, which the options refuse.
@@ -115,6 +120,8 @@ def learn_structure(model: RemoteModel, key: Any, replies: Sequence[Any], *, gra
     reads = next((answer for answer in replies if isinstance(answer, ReadsAttributes)), None)
     if reads is not None:
         raise ReadsPassedState(reads.names)
+    if any(isinstance(answer, KeepsLists) for answer in replies):
+        raise HasOtherLists
     adds = next((answer for answer in replies if isinstance(answer, AddsMembers)), None)
     if adds is not None:
         raise MakesMembers(adds.names)

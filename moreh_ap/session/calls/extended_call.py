@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.integrations.transformers_worker import hand_caches_back
+from moreh_ap.protocol.objects.listed_rows import set_apart
 from moreh_ap.protocol.objects.returned_arguments import hand_back
 from moreh_ap.protocol.rng_state import Streams
 from moreh_ap.session.calls import double_backward, output_watchers, row_shard_rules
-from moreh_ap.session.calls.answer_check import MakesMembers, ReadsPassedState
+from moreh_ap.session.calls.answer_check import HasOtherLists, MakesMembers, ReadsPassedState
 from moreh_ap.session.calls.remote_call import Call, send_call
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.script_hooks import RunsInScriptOnly
@@ -77,8 +78,15 @@ def call_remotely(
     generator = model.session.generator
     random_state = (generator.state(), generator.streams()) if model.may_be_called_again() else None
     passed_state = model.passed_state(path) if model.passes_state else {}
+    sent = (args, kwargs)
+    if model.signatures.lists_rows.get(path, True):
+        sent = _with_listed_rows(model, path, args, kwargs)
     try:
-        call, _, leaves = send_call(model, path, args, {**kwargs, **passed_state})
+        call, _, leaves = send_call(model, path, sent[0], {**sent[1], **passed_state})
+    except HasOtherLists:
+        _draw_again(model, random_state)
+        model.signatures.lists_rows[path] = False
+        return call_remotely(model, path, args, kwargs, hooks_done)
     except ReadsPassedState as forward:
         _draw_again(model, random_state)
         model.pass_on(path, forward.names)
@@ -93,6 +101,18 @@ def call_remotely(
         _draw_again(model, random_state)
         model.note_structure()
         raise
+
+
+def _with_listed_rows(
+    model: RemoteModel, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call with lists of rows as tensors, where the first call of the module had any."""
+    plan, signatures = model.plan, model.signatures
+    can_travel = plan.pipeline == plan.micro_batches == 1  # else the forward is followed without values
+    found = set_apart(args, kwargs) if can_travel else None
+    if signatures.lists_rows.setdefault(path, found is not None):
+        signatures.passes_more = True
+    return (args, kwargs) if found is None else found
 
 
 def _draw_again(model: RemoteModel, random_state: tuple[bytes, Streams] | None) -> None:

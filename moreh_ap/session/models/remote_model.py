@@ -288,7 +288,7 @@ class RemoteModel:
 
     def may_be_called_again(self) -> bool:
         """Returns whether a call may have to be repeated: with a hook run in the controller, or with passed state."""
-        return self.script_hooks.any or self.signatures.sets_attributes or self._keeps_tensors
+        return self.script_hooks.any or self.signatures.passes_more or self._keeps_tensors
 
     def pass_on(self, path: str, names: tuple[str, ...]) -> None:
         """Records attributes that forwards of the submodule at `path` read; every call passes them from now on."""

@@ -203,7 +203,9 @@ class Signatures:
         structures: The structures of calls by their keys, see `remote_call.RemoteCall.send`.
         forms: The forms of replies that were found to have these structures, by the same keys.
         numbers: Signatures with plain constants, by their content.
-        sets_attributes: Whether a forward has set attributes so far.
+        lists_rows: Whether lists among the arguments travel as rows, by the path of each module that was called. See
+            `listed_rows.py`.
+        passes_more: Whether some do, or a forward has set attributes so far.
     """
 
     def __init__(self, outbox: Outbox, owner: str) -> None:
@@ -213,7 +215,8 @@ class Signatures:
         self.numbers: dict[Any, Signature] = {}
         self._unpredictable: set[Any] = set()
         self._attributes: set[str] = set()
-        self.sets_attributes = False
+        self.lists_rows: dict[str, bool] = {}
+        self.passes_more = False
         self._notes: set[str] = set()
 
     def define(self, path: str, args: Any, kwargs: Any) -> tuple[Signature, list[Tensor]]:
@@ -245,7 +248,7 @@ class Signatures:
         if not self._attributes.issuperset(structure.attributes):
             self._forget_structures()  # calls that left the attribute as None have to be looked at again
             self._attributes.update(structure.attributes)
-            self.sets_attributes = True
+            self.passes_more = True
         if structure.predictable() and key not in self._unpredictable:
             if len(self.structures) >= _MAX_STRUCTURES:
                 self._forget_structures()

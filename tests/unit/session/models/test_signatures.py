@@ -108,7 +108,7 @@ def test_a_new_attribute_makes_earlier_structures_unknown(signatures):
     signatures.learn("a", structure(rows(2)), grad=True)
     setting = structure(rows(2), constant(None), rows(9), tree=Report([0], [], None, {"cache": 0}))
     signatures.learn("b", setting, grad=True)
-    assert signatures.structures == {} and signatures.sets_attributes
+    assert signatures.structures == {} and signatures.passes_more
     signatures.learn("a", structure(rows(2)), grad=True)
     signatures.learn("b", setting, grad=True)
     assert list(signatures.structures) == ["a"]
