@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moreh_ap.device.host_tensors import HOST
+from moreh_ap.device.patches.shared_parameters import take_apart
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.local import garbage_at_start
@@ -228,6 +229,7 @@ class ModelRegistry:
 
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
         session = self._session
+        take_apart(root)
         if session.trial_plan is not None:
             return RemoteModel(session, root, call, session.trial_plan, on_trial=True)
         plan = self._plans.pop(root, None)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from moreh_ap.device import lazy_modules, transfers
+from moreh_ap.device.patches.shared_parameters import sharing, warn_of_copies
 from moreh_ap.device.tensor import VirtualTensor, has_accelerator_tensor
 from moreh_ap.device.tensor_classes import ClassedTensor, result_of_module
 from moreh_ap.device.torchscript import refuse_compiled
@@ -83,11 +84,13 @@ def _install_moves(group: PatchGroup, backend: WorkerBackend) -> None:
         # A virtual parameter is never replaced by `.data =`: its object stays, its cell and dtype change.
         on_accelerator = isinstance(next(iter(module.parameters()), None), VirtualTensor)
         torch.__future__.set_swap_module_params_on_conversion(swap or on_accelerator)
+        shared = {} if on_accelerator else sharing(module)
         try:
             return original_apply(module, fn, recurse)
         finally:
             depth.inside = False
             torch.__future__.set_swap_module_params_on_conversion(swap)
+            warn_of_copies(module, shared, stacklevel=3)
             backend.note_moved(module)
 
     original_apply = group.replace(nn.Module, "_apply", apply)
