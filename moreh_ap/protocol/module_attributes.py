@@ -34,9 +34,13 @@ class Attributes:
 
     Args:
         root: The model, with all its parts.
+        with_buffers: Whether buffers are looked at, too, from when a forward first keeps a result with its graph there.
+
+    Attributes:
+        buffers: The buffers that are looked at.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, with_buffers: bool = False) -> None:
         self._submodules = [
             (path, submodule) for path, submodule in root.named_modules() if _is_of_user(type(submodule))
         ]
@@ -47,6 +51,8 @@ class Attributes:
             for name, value in _kept(submodule, "_")
             if type(value) is list
         ]
+        self._with_buffers = [each for each in self._submodules if with_buffers and each[1]._buffers]
+        self.buffers: set[str] = set()
 
     def __bool__(self) -> bool:
         """Whether there is any part, or list, to look at."""
@@ -70,11 +76,22 @@ class Attributes:
         for path, submodule, name in self._lists:
             if name in vars(submodule):
                 yield full_name(path, name), vars(submodule)[name]
+        for path, submodule in self._with_buffers:
+            for name, buffer in submodule._buffers.items():
+                if buffer is not None and buffer.requires_grad:
+                    self.buffers.add(full_name(path, name))
+                if full_name(path, name) in self.buffers:
+                    yield full_name(path, name), buffer
 
 
 def full_name(path: str, name: str) -> str:
     """Returns what an attribute of the part at `path` is called."""
     return f"{path}.{name}" if path else name
+
+
+def namespace_of(module: nn.Module, name: str) -> dict[str, Any]:
+    """Returns the dict in which a module has an attribute, which may be a buffer."""
+    return module._buffers if name in module._buffers else vars(module)
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:

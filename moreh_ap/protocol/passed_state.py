@@ -4,7 +4,7 @@
 In a split call each worker sets an attribute to its rows, or to its share of a sum, of what one device would have.
 That does no harm while no forward reads it (weights of attention, a loss). A forward that reads it gets it as one more
 argument: it is sliced as arguments are, is part of the split check, and gradients flow back through it to the call that
-set it.
+set it. A buffer in which a forward keeps a result with its graph is such an attribute from then on.
 
 [Note: rows in an attribute]
 A script may set such a value itself, before each call: ``model.hidden = (torch.zeros(1, rows, 12), ...)``. Where a call
@@ -52,12 +52,20 @@ def keeps_tensors(root: nn.Module) -> bool:
 def trained_attributes(root: nn.Module) -> dict[str, set[str]]:
     """Returns the paths and names of attributes that the script trains, by the path of each module that has them in it.
 
-    See [Note: trained by the script].
+    See [Note: trained by the script]. Buffers that carry a graph are among them.
     """
     found: dict[str, set[str]] = {}
     for name, tensors in _state(root):
         add_trained(found, name, tensors)
+    for name in buffers_with_graphs(root):
+        _add(found, name)
     return found
+
+
+def buffers_with_graphs(root: nn.Module) -> set[str]:
+    """Returns the names of buffers in which a forward has kept a result from which gradients flow back."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {name for name, buffer in root.named_buffers() if buffer.grad_fn is not None}
 
 
 def add_trained(found: dict[str, set[str]], name: str, value: Any) -> bool:
@@ -67,10 +75,15 @@ def add_trained(found: dict[str, set[str]], name: str, value: Any) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         is_trained = not has_parameters and any(leaf.requires_grad and leaf.is_leaf for leaf in leaves)
     if is_trained:
-        parts = name.split(".")
-        for number in range(len(parts)):
-            found.setdefault(".".join(parts[:number]), set()).add(name)
+        _add(found, name)
     return is_trained
+
+
+def _add(found: dict[str, set[str]], name: str) -> None:
+    """Adds an attribute under the path of each module that has it in it."""
+    parts = name.split(".")
+    for number in range(len(parts)):
+        found.setdefault(".".join(parts[:number]), set()).add(name)
 
 
 def _state(root: nn.Module) -> Iterator[tuple[str, list[Tensor]]]:

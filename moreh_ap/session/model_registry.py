@@ -22,6 +22,7 @@ from moreh_ap.local.identity_tables import IdentityTable
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import ModelGroup
 from moreh_ap.protocol.messages.stream import ImportModules
+from moreh_ap.protocol.module_attributes import full_name
 from moreh_ap.protocol.script_code.script_environment import ScriptEnvironment
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
@@ -107,7 +108,9 @@ class ModelRegistry:
                 continue
             if replaying():
                 model.script_hooks.attributes.add(f"{model.path_of(module)}.{name}".lstrip("."))
-            elif isinstance(value, (nn.Module, nn.Parameter)) or name in module._buffers:
+            elif isinstance(value, (nn.Module, nn.Parameter)) or (
+                name in module._buffers and not model.is_passed_on(full_name(model.path_of(module), name), value)
+            ):
                 model.note_structure()
             else:
                 model.note_attribute(module, name, value)

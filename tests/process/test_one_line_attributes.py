@@ -675,3 +675,40 @@ def test_a_list_that_two_parts_share_stays_shared(accelerator, capsys, plan):
     accelerator(plan)
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert "computes the whole batch" not in capsys.readouterr().out
+
+
+class Leaky(nn.Module):
+    """A neuron whose membrane potential is a buffer, as in snntorch with ``init_hidden=True``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("potential", torch.zeros(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.potential.shape != x.shape:
+            self.potential = torch.zeros_like(x, device=self.potential.device)
+        self.potential = 0.9 * self.potential + x
+        return torch.tanh(self.potential)
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_gradients_flow_through_a_buffer_to_the_forward_that_set_it(accelerator, capsys, plan):
+    def script(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), Leaky(), nn.Linear(8, 3)).to(device)
+        optimizer, trace, neuron = torch.optim.SGD(model.parameters(), lr=0.1), [], model[1]
+        for _ in range(4):
+            neuron.potential = torch.zeros_like(neuron.potential, device=neuron.potential.device)
+            loss = model(torch.randn(8, 6).to(device)).square().mean()
+            loss = loss + model(torch.randn(8, 6).to(device)).square().mean() + neuron.potential.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            trace += [loss, *(parameter.grad.clone() for parameter in model.parameters())]
+            optimizer.step()
+            neuron.potential = neuron.potential.detach()
+            with torch.no_grad():
+                trace += [model(torch.randn(8, 6).to(device)), neuron.potential]
+        return trace
+
+    accelerator(plan)
+    assert_same(*on_both(script))

@@ -89,6 +89,8 @@ class Reports(CallExtension):
     def _is_answered(self, name: str, value: Any) -> bool:
         number = num_leaves(value)
         is_known = number is not None and (self._known is None or number == len(self._known.get(name, ())))
+        if self._attributes is not None and name in self._attributes.buffers:
+            return is_known
         return is_known and not any(map(self._is_state, flatten(value)[0]))
 
     def _is_state(self, leaf: Any) -> bool:

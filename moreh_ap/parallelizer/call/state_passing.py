@@ -23,6 +23,7 @@ from moreh_ap.parallelizer.loss.mean_rules import NO_RULES
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, attempt, untouched
 from moreh_ap.parallelizer.trial.row_comparison import choose_rows
 from moreh_ap.protocol.batch import select_rows
+from moreh_ap.protocol.module_attributes import namespace_of
 from moreh_ap.protocol.passed_state import PASSED_STATE
 
 
@@ -39,7 +40,7 @@ def set_attribute(module: nn.Module, name: str, value: Any) -> None:
 
 def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     path, _, last = name.rpartition(".")
-    return vars(module.get_submodule(path)), last
+    return namespace_of(module.get_submodule(path), last), last
 
 
 def with_tensors(module: nn.Module, names: Collection[str]) -> set[str]:

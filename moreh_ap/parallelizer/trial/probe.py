@@ -366,7 +366,7 @@ class Probe:
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():
                     done = run(call, args, kwargs, reduction=reduction)
-            after = {name: buffer.detach().clone() for name, buffer in call.module.named_buffers()}
+            after = {name: t.detach().clone() for name, t in call.module.named_buffers() if name not in done.attributes}
             own = len(done.outputs) - sum(done.attributes.values())
             # An attribute that was changed in place is put back with the rest of the state: what it became is kept.
             set_by_forward = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in done.outputs[own:]]

@@ -91,7 +91,7 @@ class WorkerModel:
         # Under other plans a part of a model, or of its rows, sets a part of what one device would find: then it is
         # only noticed.
         answers_attributes = self.plan.tensor == self.plan.pipeline == self.plan.micro_batches == 1
-        attributes = Attributes(self.module) or None
+        attributes = Attributes(self.module, with_buffers=answers_attributes) or None
         self.unseen = None if answers_attributes else attributes
         self._marks = {} if self.unseen is None else self.unseen.marks()
         self._attributes, self._first_marks = attributes, {} if attributes is None else attributes.marks()

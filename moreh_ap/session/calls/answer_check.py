@@ -82,7 +82,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
     if found.attributes:  # set in some calls only: this call did not wait for it, later calls will
         model.signatures.never_predict(key)
     answer = answered(replies)[0]
-    model.note_left_out((*found.attributes, *answer.left_out), answer.warnings)
+    model.untold.note((*found.attributes, *answer.left_out), answer.warnings)
     if found.draws and not expected.draws:
         model.signatures.never_predict(key)
         model.session.workers.fail(
@@ -133,7 +133,7 @@ def learn_structure(model: RemoteModel, key: Any, replies: Sequence[Any], *, gra
         raise _unsplit(structure)
     model.signatures.learn(key, structure, grad=grad)
     answer = answered(replies)[0]
-    model.note_left_out(answer.left_out, answer.warnings)
+    model.untold.note(answer.left_out, answer.warnings)
     return structure
 
 
@@ -150,7 +150,7 @@ def _note_faults(model: RemoteModel, replies: Sequence[Any]) -> TrialError | Non
             fix="MOREH_STRICT=0 python train.py  # right; the batch may not be split",
         )
     see = "The numbers are right; the batch may not be split. Please report it. See: docs/errors.md#trialwarning"
-    model.warnings[f"{fact}\n{see}"] = TrialWarning
+    model.untold.warnings[f"{fact}\n{see}"] = TrialWarning
     return None
 
 

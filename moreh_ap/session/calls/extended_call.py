@@ -40,8 +40,8 @@ class ExtendedCalls:
             hand_caches_back((*args, *kwargs.values()), result)
         if structure.returned is not None:
             result = hand_back(structure.returned, args, kwargs, result)
-        if model.left_out or model.warnings:
-            model.warn_of_attributes()
+        if model.untold.names or model.untold.warnings:
+            model.tell_untold()
         return result
 
     def watch_output(

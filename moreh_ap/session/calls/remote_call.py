@@ -229,7 +229,7 @@ def call_on_route(reference: weakref.ref[RemoteModel], path: str, args: tuple[An
         call, structure, leaves = send_call(model, path, args, kwargs)
     except HasToBeRepeated:
         return NotImplemented
-    uses_more = structure.is_report or model.left_out or model.warnings or structure.returned is not None
+    uses_more = structure.is_report or model.untold.names or model.untold.warnings or structure.returned is not None
     if uses_more or (structure.has_cache and call.takes_cache):
         return model.session.extensions.finish(call, leaves, args, kwargs)
     return tree_unflatten(leaves, structure.treespec)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from moreh_ap.protocol.blocks import OF_EVERY_MODULE
+from moreh_ap.protocol.module_attributes import namespace_of
 
 _KINDS = (list, dict, set, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -47,8 +48,8 @@ class Containers:
 
     def set(self, path: str, module: nn.Module, name: str, value: Any, *, in_place: bool) -> None:
         """Sets an attribute as the workers have it; `in_place`: in the container that the script has."""
-        _set(vars(module), name, value, in_place=in_place)
-        held = vars(module)[name]
+        _set(namespace_of(module, name), name, value, in_place=in_place)
+        held = namespace_of(module, name)[name]
         self.note(path, module, name, held)
         for key, (attributes, _) in self.known.items():
             if attributes.get(key[1]) is held:  # modules may share a container, as those of the workers do

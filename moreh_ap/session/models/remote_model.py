@@ -34,13 +34,19 @@ from moreh_ap.protocol.messages.models import (
 )
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
-from moreh_ap.protocol.module_attributes import full_name
-from moreh_ap.protocol.passed_state import PASSED_STATE, add_trained, keeps_tensors, trained_attributes
+from moreh_ap.protocol.module_attributes import full_name, namespace_of
+from moreh_ap.protocol.passed_state import (
+    PASSED_STATE,
+    add_trained,
+    buffers_with_graphs,
+    keeps_tensors,
+    trained_attributes,
+)
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
-from moreh_ap.session import script_line
 from moreh_ap.session.models.container_attributes import Containers
 from moreh_ap.session.models.first_example import example_of
 from moreh_ap.session.models.global_changes import GlobalChanges, warn_of_writes
+from moreh_ap.session.models.left_on_workers import LeftOnWorkers
 from moreh_ap.session.models.object_attributes import ObjectAttributes
 from moreh_ap.session.models.parameter_gradients import Gradients
 from moreh_ap.session.models.script_hooks import ScriptHooks
@@ -104,11 +110,9 @@ class RemoteModel:
         self._globals = GlobalChanges(root) or None
         if not on_trial:
             warn_of_writes(root)
-        self._warned_of: set[str] = set()
-        self.left_out: dict[str, None] = {}  # attributes that forwards set on the workers only, in their order
-        self.warnings: dict[str, type[Warning]] = {}  # of what else workers do that the script does not see, in order
+        self.untold = LeftOnWorkers(type(root).__name__)
         self._passed_on, self._keeps_tensors = trained_attributes(root), keeps_tensors(root)
-        self.passes_state = bool(self._passed_on)
+        self.passes_state, self._set_buffers = bool(self._passed_on), buffers_with_graphs(root)
         self._path_of = {id(module): path for path, module in root.named_modules()}
         self._objects = ObjectAttributes(root, self._path_of)
         self._built: Posted
@@ -147,7 +151,8 @@ class RemoteModel:
 
     def attach(self) -> None:
         """Makes the model's tensors refer to the values on the workers."""
-        for kind, tensors in (("param", self.parameters), ("buffer", self.buffers)):
+        on_workers = {name: tensor for name, tensor in self.buffers.items() if name not in self._set_buffers}
+        for kind, tensors in (("param", self.parameters), ("buffer", on_workers)):
             for name, tensor in tensors.items():
                 tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
 
@@ -222,7 +227,7 @@ class RemoteModel:
         self._containers.note(path, module, name, value)
         self._keeps_tensors |= any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         self.passes_state |= add_trained(self._passed_on, full_name(path, name), value)
-        if not self._is_passed_on(full_name(path, name), value):
+        if not self.is_passed_on(full_name(path, name), value):
             self._changes.append((path, name, value))
 
     def send_changes(self) -> bytes | None:
@@ -234,7 +239,7 @@ class RemoteModel:
             self._config = config
         if self._containers.known:
             for path, name, value in self._containers.take_changes():
-                if not self._is_passed_on(full_name(path, name), value):
+                if not self.is_passed_on(full_name(path, name), value):
                     self._changes.append((path, name, value))
         if self._globals is not None:
             self._changes += self._globals.take()
@@ -284,7 +289,10 @@ class RemoteModel:
             name = key.removesuffix(IN_PLACE)
             path, _, last = name.rpartition(".")
             if name not in self.script_hooks.attributes:
-                self._containers.set(path, self.root.get_submodule(path), last, value, in_place=key != name)
+                submodule = self.root.get_submodule(path)
+                if last in submodule._buffers:
+                    self._set_buffers.add(name)
+                self._containers.set(path, submodule, last, value, in_place=key != name)
 
     def may_be_called_again(self) -> bool:
         """Returns whether a call may have to be repeated: with a hook run in the controller, or with passed state."""
@@ -300,12 +308,13 @@ class RemoteModel:
         kept = {}
         for name in sorted(self._passed_on.get(path, ())):
             path, _, last = name.rpartition(".")
-            value = vars(self.root.get_submodule(path)).get(last)
-            if self._is_passed_on(name, value):
+            value = namespace_of(self.root.get_submodule(path), last).get(last)
+            if self.is_passed_on(name, value):
                 kept[name] = value
         return {PASSED_STATE: kept} if kept else {}
 
-    def _is_passed_on(self, name: str, value: Any) -> bool:
+    def is_passed_on(self, name: str, value: Any) -> bool:
+        """Returns whether calls pass the value of an attribute, by its path and name."""
         is_read = any(name in names for names in self._passed_on.values())
         return is_read and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
@@ -313,29 +322,13 @@ class RemoteModel:
         """Records that hooks have changed containers of submodules in the controller as on the workers."""
         self._containers.take_changes()
 
-    def note_left_out(self, names: tuple[str, ...], warnings: tuple[str, ...] = ()) -> None:
-        """Records attributes that a forward set and that did not come to the controller, or not in time; warnings."""
-        self.left_out.update(dict.fromkeys(names))
-        self.warnings.update(dict.fromkeys(warnings, UserWarning))
+    def tell_untold(self) -> None:
+        """Has the script find what forwards have set on the workers only, or warns of it."""
 
-    def warn_of_attributes(self) -> None:
-        """Has the script find what a forward has set on the workers: an object as a copy, once; else warns, once."""
-        for text in [] if self.script_hooks.is_silent else [one for one in self.warnings if one not in self._warned_of]:
-            script_line.warn(text, self.warnings[text])
-        news = [name for name in self.left_out if name not in {*self._warned_of, *self.script_hooks.attributes}]
-        self._warned_of.update(news, self.warnings)
-        self.left_out.clear()
-        self.warnings.clear()
-        if not news or self.script_hooks.is_silent:
-            return
-        copied = self._objects.put(list(self.session.outbox.submit(ReadObjects(self.owner, tuple(news))).result()))
-        news = [name for name in news if name not in copied]
-        if news:
-            script_line.warn(
-                f"forward() of {type(self.root).__name__} sets {', '.join(news)} in the workers; in the script "
-                "the attribute stays what it was. Return the value from forward(), or register it as a buffer. "
-                "See: docs/limits.md#models"
-            )
+        def copied(names: list[str]) -> set[str]:
+            return self._objects.put(list(self.session.outbox.submit(ReadObjects(self.owner, tuple(names))).result()))
+
+        self.untold.tell(self.script_hooks.attributes, copied, silently=self.script_hooks.is_silent)
 
     def note_structure(self) -> None:
         """Records that a submodule or parameter was added or replaced; the next call rebuilds the model."""
@@ -354,7 +347,11 @@ class RemoteModel:
 
     def _has_other_members(self) -> bool:
         members = _registered_members(self.modules)
-        return len(members) != len(self._members) or any(map(operator.is_not, members, self._members))
+        if len(members) == len(self._members) and not any(map(operator.is_not, members, self._members)):
+            return False
+        known = {id(buffer) for name, buffer in self.root.named_buffers() if name in self._set_buffers}
+        pairs = zip(members, self._members)
+        return len(members) != len(self._members) or any(now is not was and id(now) not in known for now, was in pairs)
 
     # -- leaving ---------------------------------------------------------------------------------------------------
 

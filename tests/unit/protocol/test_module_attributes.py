@@ -24,3 +24,22 @@ def test_a_tuple_of_a_library_without_a_length_is_compared_by_identity():
     assert attributes.changed(before) == {}
     model.irreps = Irreps([1, 2])
     assert list(attributes.changed(before)) == ["irreps"]
+
+
+def test_a_buffer_is_looked_at_from_when_it_first_carries_a_graph():
+    model = nn.Module()
+    model.__class__ = type("Neuron", (nn.Module,), {"__module__": "script"})
+    model.register_buffer("mean", torch.zeros(2))
+    model.register_buffer("potential", torch.zeros(2))
+    model.register_buffer("none", None)
+    without, attributes = Attributes(model), Attributes(model, with_buffers=True)
+    before = attributes.marks()
+    model.mean = torch.ones(2)
+    assert attributes.changed(before) == {}
+    model.potential = torch.ones(2, requires_grad=True) * 2
+    assert list(attributes.changed(before)) == ["potential"]
+    assert without.changed(before) == {}
+    before = attributes.marks()
+    assert attributes.changed(before) == {}
+    model.potential = torch.zeros(2)  # as without gradients
+    assert list(attributes.changed(before)) == ["potential"]

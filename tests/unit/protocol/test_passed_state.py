@@ -53,3 +53,10 @@ def test_attributes_that_the_script_trains_are_those_of_each_module_around_them(
     assert found == {path: {"0.0.alphas"} for path in ("", "0", "0.0")}
     assert add_trained(found, "1.hidden", torch.ones(2, requires_grad=True)) and found["1"] == {"1.hidden"}
     assert not add_trained(found, "1.own", [model[1].cell.weight]) and "1.own" not in found[""]
+
+
+def test_a_buffer_with_a_graph_is_passed_from_the_first_call_on():
+    model = nn.Sequential(Recurrent(), Recurrent())
+    assert trained_attributes(model) == {}
+    model[1].mean = torch.zeros(6, requires_grad=True) * 2
+    assert trained_attributes(model) == {path: {"1.mean"} for path in ("", "1")}
