@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -84,6 +85,15 @@ class StateBefore:
         self._generators = [(value, value.get_state()) for value in kept if isinstance(value, torch.Generator)]
         self._containers = [(value, value.copy()) for value in kept if type(value) in (list, dict, set)]
 
+    def left(self) -> LeftByForward:
+        """Returns what the forward has left in attributes, and in lists, dicts and sets that were there before."""
+        changed = []
+        for submodule, _, were in self._held:
+            now = own_attributes(submodule)
+            changed.append((submodule, {name: value for name, value in now.items() if were.get(name) is not value}))
+        containers = [(one, one.copy()) for one, contents in self._containers if not _has_same_items(one, contents)]
+        return LeftByForward([one for one in changed if one[1]], containers)
+
     def put_back(self) -> None:
         """Restores the state."""
         self.members.take_back()
@@ -102,6 +112,35 @@ class StateBefore:
                 buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change
 
 
+class LeftByForward:
+    """What a forward has left on the modules for its backward, as reversible layers leave the random states with which
+    that computes them again. See `StateBefore.left`."""
+
+    def __init__(
+        self, attributes: Sequence[tuple[nn.Module, dict[str, Any]]], containers: Sequence[tuple[Any, Any]]
+    ) -> None:
+        self._attributes, self._containers = attributes, containers
+
+    @contextlib.contextmanager
+    def there(self) -> Iterator[None]:
+        """Puts it there for the block, and what is there now back."""
+        others = [(vars(submodule), changed, dict(vars(submodule))) for submodule, changed in self._attributes]
+        contents = [(container, container.copy()) for container, _ in self._containers]
+        for namespace, changed, _ in others:
+            namespace.update(changed)
+        for container, left in self._containers:
+            _refill(container, left)
+        try:
+            yield
+        finally:
+            for namespace, changed, before in others:
+                for name in changed:
+                    namespace.pop(name, None)
+                    namespace.update({name: before[name]} if name in before else {})
+            for container, were in contents:
+                _refill(container, were)
+
+
 @contextlib.contextmanager
 def state_restored(module: nn.Module) -> Iterator[StateBefore]:
     """Puts the state of a model, and what it has outside of it, back after the block."""
@@ -111,6 +150,15 @@ def state_restored(module: nn.Module) -> Iterator[StateBefore]:
             yield state
     finally:
         state.put_back()
+
+
+def _has_same_items(container: Any, contents: Any) -> bool:
+    """Says whether a list, dict or set has the very items that it had."""
+    items, others = (
+        [part for item in one.items() for part in item] if isinstance(one, dict) else list(one)
+        for one in (container, contents)
+    )
+    return len(items) == len(others) and all(map(operator.is_, items, others))
 
 
 def _refill(container: Any, contents: Any) -> None:

@@ -201,7 +201,8 @@ class JoinedProbe(Probe):
         return JoinedReduction(call.device, axis=call.axis, rules=call.rules, mark=mark, parts=parts)
 
     def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
-        run.backward(gradients)
+        with self._left[run].there():
+            run.backward(gradients)
 
     def _backward_apart(self) -> None:
         self._go_back(self._singles[0], self._share_of(self.call.axis.rank, self.call.axis.size))

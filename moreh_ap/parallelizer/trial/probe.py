@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,11 +32,12 @@ from moreh_ap.parallelizer.row_dims.row_steps import Step
 from moreh_ap.parallelizer.state.host_activations import saved_on_host
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
-from moreh_ap.parallelizer.trial.dry_run import NoDropout, PaddedAlike, Refused, may_pad, state_restored
+from moreh_ap.parallelizer.trial.dry_run import LeftByForward, NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.row_comparison import (
     check_denominators,
     choose_rows,
     close,
+    gradients_of_part,
     is_unknown,
     kind_of,
     means_beside_rows,
@@ -124,6 +126,7 @@ class Probe:
         self._ways: list[BlockTrace] = []
         self._noted: list[ReadNumbers] = []
         self._singles: list[EagerForward | PipelinedPass] = []
+        self._left: WeakKeyDictionary[EagerForward | PipelinedPass, LeftByForward] = WeakKeyDictionary()
         self._weights: list[Tensor | None] = []
         self._wanted: dict[str, Tensor | None] = {}
 
@@ -276,7 +279,8 @@ class Probe:
     @all_workers_or_none
     def _go_back(self, run: EagerForward | PipelinedPass, gradients: Sequence[Tensor | None]) -> None:
         """Runs a backward that leaves the gradients of parameters on each worker."""
-        run.accumulate(gradients)
+        with self._left[run].there():
+            run.accumulate(gradients)
 
     def _backward_apart(self) -> None:
         """Runs the backward of the single runs."""
@@ -284,17 +288,7 @@ class Probe:
             self._go_back(single, self._share_of(position, len(self._singles)))
 
     def _share_of(self, position: int, number: int) -> list[Tensor | None]:
-        """Returns the gradients of the outputs of one run of several; each has as many rows."""
-        gradients: list[Tensor | None] = []
-        for kind, weight in zip(self.kinds, self._weights, strict=True):
-            if weight is None or kind == "share":
-                gradients.append(weight)
-            elif kind == "rows":
-                entries = weight.shape[0] // number
-                gradients.append(weight.narrow(0, position * entries, entries))
-            else:
-                gradients.append(weight / number)
-        return gradients
+        return gradients_of_part(self.kinds, self._weights, position, number)
 
     def compare_gradients(self) -> None:
         """Runs backward of the single runs, and compares what some parameters got with the common run.
@@ -315,8 +309,8 @@ class Probe:
                 raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
 
     @contextmanager
-    def _from_the_same_state(self) -> Iterator[None]:
-        """Puts buffers, attributes and parameters back after the block.
+    def _from_the_same_state(self) -> Iterator[Callable[[], LeftByForward]]:
+        """Puts buffers, attributes and parameters back after the block; what it is given returns what they became.
 
         Raises:
             Refused: The forward changes a part of a parameter, or one in each micro-batch, or it adds members.
@@ -324,7 +318,7 @@ class Probe:
         module = self.call.module
         writes = None if self._writes_nothing else WrittenParameters(module)
         with state_restored(module) as state, writes or nullcontext():
-            yield
+            yield state.left
             self.added = state.members.added()
         if self.added:
             raise Refused(f"the forward adds {self.added[0]}")
@@ -360,7 +354,7 @@ class Probe:
             args, kwargs = tree_map(change, (args, kwargs))
         call = replace(self.call, random=self._policy(chosen), **changes)
         self._drew = call.random.for_probe()
-        with self._from_the_same_state():
+        with self._from_the_same_state() as left:
             with self._surroundings(), ReadNumbers(self.saw) as noted, record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
@@ -371,6 +365,7 @@ class Probe:
             # An attribute that was changed in place is put back with the rest of the state: what it became is kept.
             set_by_forward = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in done.outputs[own:]]
             done.outputs = [*done.outputs[:own], *set_by_forward]
+            self._left[done] = left()
         if change is not None:
             self._changed_buffers = after
             return done

@@ -213,6 +213,29 @@ def random_weight(leaf: Any) -> Tensor | None:
     return (torch.sin(entries) / max(1, leaf.numel()) ** 0.5).reshape(leaf.shape).to(leaf.dtype)
 
 
+def gradients_of_part(
+    kinds: Sequence[str], weights: Sequence[Tensor | None], position: int, number: int
+) -> list[Tensor | None]:
+    """Returns the gradients of the outputs of one run of several; each has as many rows.
+
+    Args:
+        kinds: Of what kind each output is.
+        weights: The gradients of the outputs of all rows.
+        position: Which run it is.
+        number: How many runs there are.
+    """
+    gradients: list[Tensor | None] = []
+    for kind, weight in zip(kinds, weights, strict=True):
+        if weight is None or kind == "share":
+            gradients.append(weight)
+        elif kind == "rows":
+            entries = weight.shape[0] // number
+            gradients.append(weight.narrow(0, position * entries, entries))
+        else:
+            gradients.append(weight / number)
+    return gradients
+
+
 def choose_rows(leaves: Sequence[Any], rows: int, *, may_pad: bool = False) -> list[int]:
     """Returns the two rows that differ most in how much of them counts (padding), in rising order.
 
