@@ -123,7 +123,7 @@ def _refusal(what: str, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} {why} was passed to or returned by a model.",
         allowed="Tensors in tuples, lists, dicts, dataclasses and other objects that pickle takes apart; no modules.",
-        fix="return a tuple, a dict or a dataclass",
+        fix="return a tuple, a dict or a dataclass; or use the object in a forward: return -self.flow(c).log_prob(x)",
     )
 
 

@@ -12,7 +12,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from moreh_ap.errors import NotComputedError
+from torch import nn
+
+from moreh_ap.errors import NotComputedError, UnsupportedError
 from moreh_ap.protocol.encoding import note_done
 from moreh_ap.protocol.messages.checkpoints import ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.lasting_commands import MADE_AND_SET
@@ -90,7 +92,8 @@ class WorkerExecutor:
 
         Raises:
             TypeError: No subject executes commands of this class.
-            Exception: Whatever the user's model or PyTorch raises.
+            UnsupportedError: The user's model reads an attribute of a parameter that no worker has.
+            Exception: Whatever else the user's model or PyTorch raises.
         """
         kind = type(command)
         if kind not in self._handlers:
@@ -99,7 +102,12 @@ class WorkerExecutor:
             for model in self._tables.models.values():
                 if model.is_sharded:
                     model.settle()
-        return self._handlers[kind](command)
+        try:
+            return self._handlers[kind](command)
+        except AttributeError as error:
+            if isinstance(error.obj, nn.Parameter):
+                raise _missing_on_parameter(error) from error
+            raise
 
     def _noting(self, execute: Any) -> Any:
         """Returns what executes a command that makes or sets something, and notes it once that is done."""
@@ -138,3 +146,14 @@ class WorkerExecutor:
     def _release_state(self, command: ReleaseState) -> None:
         for ref in command.refs:
             self._tables.temporaries.pop(ref, None)
+
+
+def _missing_on_parameter(error: AttributeError) -> UnsupportedError:
+    """Returns what to raise where code of the script reads an attribute that it has set on a parameter."""
+    return UnsupportedError(
+        f"A forward, or a hook inside of it, reads {error.name} of a parameter, and the workers' parameter has none: "
+        "what a script or a library (opacus) sets on a parameter stays in the script.",
+        allowed="What PyTorch keeps on a parameter, and attributes of modules.",
+        fix=f"module.{error.name} = ...  # in place of an attribute of its parameter",
+        link="docs/limits.md#parameters",
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from torch import nn
 
-from moreh_ap.errors import NotComputedError
+from moreh_ap.errors import NotComputedError, UnsupportedError
 from moreh_ap.protocol.encoding import capture_failure, restore_failure
 from moreh_ap.protocol.messages.models import ChangeModule
 from moreh_ap.protocol.messages.state import ReadState
@@ -54,3 +55,18 @@ def test_modules_are_imported_with_the_variables_that_the_script_has_set(executo
     monkeypatch.setenv("MADE_UP_BACKEND", "another")
     executor.execute(Batch((ImportModules(("reads_its_backend",), (("MADE_UP_BACKEND", "torch"),)),)))
     assert sys.modules.pop("reads_its_backend").BACKEND == "torch"
+
+
+def test_an_attribute_that_only_the_scripts_parameter_has_is_refused_by_its_name(executor):
+    layer = nn.Linear(2, 2)
+
+    def read(found: object) -> object:
+        return found.made_up_counter
+
+    executor._handlers[str] = lambda command: read(layer.weight)
+    with pytest.raises(UnsupportedError, match="reads made_up_counter of a parameter") as raised:
+        executor.execute(Batch(("forward",)))
+    assert raised.value.fix.startswith("module.made_up_counter = ...")
+    executor._handlers[str] = lambda command: read(layer)
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'made_up_counter'"):
+        executor.execute(Batch(("forward",)))
