@@ -80,7 +80,7 @@ class Attributes:
             for name, buffer in submodule._buffers.items():
                 if buffer is not None and buffer.requires_grad:
                     self.buffers.add(full_name(path, name))
-                if full_name(path, name) in self.buffers:
+                if self.buffers and full_name(path, name) in self.buffers:
                     yield full_name(path, name), buffer
 
 
