@@ -249,21 +249,21 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Runs hooks of the script where the module is called.",
-        ("torch.nn.Module._backward_hooks", "protocol protocol/script_code session/models session/verification"),
-        ("torch.nn.Module._backward_pre_hooks", "protocol protocol/script_code session/models session/verification"),
         (
-            "torch.nn.Module._forward_hooks",
-            "parallelizer/call protocol protocol/script_code session/models session/verification",
+            "torch.nn.Module._backward_hooks",
+            "protocol protocol/script_code session/models session/own_process session/verification",
         ),
         (
-            "torch.nn.Module._forward_pre_hooks",
-            "parallelizer/call protocol protocol/script_code session/models session/verification",
+            "torch.nn.Module._backward_pre_hooks",
+            "protocol protocol/script_code session/models session/own_process session/verification",
         ),
+        ("torch.nn.Module._forward_hooks", "*"),
+        ("torch.nn.Module._forward_pre_hooks", "*"),
         ("torch.nn.Module._is_full_backward_hook", "session/models"),
     ),
     *_names(
         "Sees every parameter and buffer with the module and name that holds it, ties included.",
-        ("torch.nn.Module._buffers", "device/patches parallelizer/state parallelizer/trial session session/models"),
+        ("torch.nn.Module._buffers", "*"),
         ("torch.nn.Module._modules", "parallelizer/pipeline session/models"),
         ("torch.nn.Module._parameters", "*"),
     ),
@@ -278,7 +278,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Not an attribute for the workers: a compiled call stays here.",
-        ("torch.nn.Module._compiled_call_impl", "device/patches"),
+        ("torch.nn.Module._compiled_call_impl", "device/patches session/own_process"),
     ),
     *_names(
         "Leaves out buffers that a state dict leaves out.",
@@ -291,7 +291,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names("Dropout of any dimensions.", ("torch.nn.modules.dropout._DropoutNd", "session/verification")),
     *_names(
         "Calls that PyTorch would run global hooks around stay in the controller.",
-        ("torch.nn.modules.module._has_any_global_hook", "session session/calls"),
+        ("torch.nn.modules.module._has_any_global_hook", "session session/calls session/own_process"),
     ),
     *_names(
         "Replaced: `DataParallel` finds no device to scatter to.",
@@ -328,7 +328,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
             "torch.overrides._get_current_function_mode_stack",
             "parallelizer/compiling parallelizer/data parallelizer/loss",
         ),
-        ("torch.overrides._len_torch_function_stack", "device"),
+        ("torch.overrides._len_torch_function_stack", "device session/own_process"),
         ("torch.overrides._pop_mode", "device parallelizer/data"),
         ("torch.overrides._push_mode", "device parallelizer/data"),
     ),
