@@ -233,6 +233,7 @@ class ModelRegistry:
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
         session = self._session
         take_apart(root)
+        self._announce(root)  # a library may have put its parameters on the accelerator itself, without a move
         if session.trial_plan is not None:
             return RemoteModel(session, root, call, session.trial_plan, on_trial=True)
         plan = self._plans.pop(root, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import os
 import sys
 from collections.abc import Callable
 
@@ -69,6 +70,25 @@ def test_the_script_is_warned_of_a_variable_that_a_forward_changes(accelerator: 
     with pytest.warns(UserWarning, match=r"Counting.forward \(line \d+ of .*\) changes the global variable SEEN"):
         Counting().cuda()(torch.ones(8, 4).cuda())
     assert SEEN == []
+
+
+class Scaled(nn.Module):
+    """Its parameter is made on the accelerator, as Keras makes those of its layers: no move is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, device="cuda"))
+
+    def forward(self, x):
+        return x * self.weight * float(os.environ["MODEL_SCALE"])
+
+
+def test_workers_have_the_environment_that_a_model_was_made_in(accelerator: Callable[[str], Session], monkeypatch):
+    accelerator("replicate=2")
+    x = torch.ones(8, 4, device="cuda")
+    Net().cuda()(x).sum().backward()  # the workers have begun with another model
+    monkeypatch.setenv("MODEL_SCALE", "3")
+    assert Scaled()(x).sum().item() == 3 * 8 * 4
 
 
 class Wide(Net):
