@@ -158,6 +158,53 @@ def test_experts_drop_what_they_drop_on_one_device(layer_class):
     assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
 
 
+class BalancedByChoice(ByChoice):
+    """Has a loss that balances experts: the part of the rows that prefer one, times its mean probability."""
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        scores_NE = self.router(self.norm(x_BTD).flatten(0, 1))
+        preferred_E = F.one_hot(scores_NE.argmax(-1), 3).float().mean(0)
+        return super().forward(x_BTD), 3 * (preferred_E * scores_NE.softmax(-1).mean(0)).sum()
+
+
+class BalancedExperts(LanguageModel):
+    """Adds up the losses of its layers, or returns their sum."""
+
+    def __init__(self, returns_balance: bool) -> None:
+        super().__init__(BalancedByChoice)
+        self.returns_balance = returns_balance
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x_BTD, balance = self.dropout(self.embed(tokens_BT)), 0.0
+        for layer in self.layers:
+            x_BTD, of_layer = layer(x_BTD)
+            balance = balance + of_layer
+        logits_BTV = self.head(x_BTD)
+        if self.returns_balance:
+            return logits_BTV, balance
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten()) + balance
+
+
+@pytest.mark.parametrize("returns_balance", [False, True])
+def test_experts_are_balanced_over_the_batch(returns_balance):
+    def script(device):
+        torch.manual_seed(0)
+        model = BalancedExperts(returns_balance).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+        trace = []
+        for rows in (6, 7):
+            tokens = torch.randint(0, 40, (rows, 12)).to(device)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            if returns_balance:
+                loss = F.cross_entropy(loss[0].flatten(0, 1), tokens[:, 1:].flatten()) + loss[1]
+            train_step(trace, model, optimizer, loss)
+        with torch.no_grad():
+            trace.append(model.eval()(tokens[:, :-1], tokens[:, 1:]))
+        return [*trace, *model.state_dict().values()]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
+
+
 class Skipping(Layer):
     """Asks how many of a worker's rows go to an expert: none is none of any worker, for all it knows."""
 

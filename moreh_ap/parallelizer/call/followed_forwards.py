@@ -156,7 +156,8 @@ class FollowedForwards:
         for real, meta in zip(call.module.modules(), module.modules(), strict=False):
             meta.training = real.training
         args, kwargs = tree_unflatten(list(leaves), spec)
-        knows_places = bool(call.rules.beside_rows or call.rules.loads)  # in the code, from where nothing is repeated
+        rules = call.rules  # of places in the code, from where nothing is repeated
+        knows_places = bool(rules.beside_rows or rules.constants or rules.loads)
         tries = self._failures < _MOST_FAILURES and not knows_places
         recorder = InputOperationRecorder(leaves) if tries else None
         attributes = Attributes(module)

@@ -27,6 +27,10 @@ A mixture of experts may leave out experts that no row goes to. With dropout in 
 so each has to come to the experts that any row of the batch goes to, with no rows perhaps. The numbers by which a
 forward tells them, of which each is one for all rows, are sites: they add up.
 
+[Note: products of means]
+A loss that balances experts multiplies the part of the rows that go to an expert by its mean probability; a product of
+two shares is no share. The first mean is of whole numbers without a gradient: workers add it up, so the product is one.
+
 [Note: workers meet]
 A forward may take a mean only if some of its rows want it (labels that not every row has), and then the rows of one
 worker come to it and those of another do not. So a denominator travels with the place in the code it is for, and when a
@@ -67,6 +71,7 @@ from moreh_ap.parallelizer.loss.mean_functions import (
     PADS,
     SMALLEST,
     WEIGHTED_MEANS,
+    is_constant,
     is_extreme,
     is_load,
     takes_statistics,
@@ -108,6 +113,7 @@ class GlobalReduction(OwnDevice):
         saw: What there was in the forward: "counts" and "extremes" as in `MeanRules`, "statistics" of the rows that a
             normalisation took; see `takes_statistics`.
         mean_places: The call site of each mean over dim 0, by its site; with `record` only.
+        constant_places: Those of means of constants; see [Note: products of means].
         load_shapes: The shapes of what may be loads of experts, by call site; with `record`, or rules about such sites.
         local_denominators: What this worker contributed, one float64 number a site; of loads of experts all of them.
         global_denominators: What was divided by, likewise.
@@ -131,7 +137,7 @@ class GlobalReduction(OwnDevice):
         meets_failed: bool = False,
     ) -> None:
         super().__init__(device)
-        self.saw: set[str] = set()
+        self.saw, self.constant_places = set[str](), set[int]()
         self.local_denominators: list[Tensor] = []
         self.global_denominators: list[Tensor] = []
         self.axis = world_axis() if axis is None else axis
@@ -199,11 +205,8 @@ class GlobalReduction(OwnDevice):
             place, own = call_site(), func(*args, **kwargs)
             self.load_shapes.setdefault(place, set()).add(own.shape)
             return self._load_of(own) if place in self.rules.loads else own
-        if (
-            func is Tensor.cuda
-            or kwargs.get("device") in CUDA_DEVICES
-            or (func is Tensor.to and not CUDA_DEVICES.isdisjoint(args))
-        ):
+        is_move = func is Tensor.cuda or (func is Tensor.to and not CUDA_DEVICES.isdisjoint(args))
+        if is_move or kwargs.get("device") in CUDA_DEVICES:
             return super().__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)
 
@@ -254,20 +257,23 @@ class GlobalReduction(OwnDevice):
         keepdim = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
         if value.ndim == 0 or "out" in kwargs:
             return func(*args, **kwargs)
-        dims = (dim,) if isinstance(dim, int) else tuple(dim or range(value.ndim))
-        dims = tuple(d % value.ndim for d in dims)
+        dims = tuple(d % value.ndim for d in ((dim,) if isinstance(dim, int) else dim or range(value.ndim)))
         if 0 not in dims:
             return func(*args, **kwargs)
-        place = call_site() if self.rules.beside_rows or self._record else None
+        place = call_site() if self.rules.beside_rows or self.rules.constants or self._record else None
         if place in self.rules.beside_rows:
             return func(*args, **kwargs)
         if place is not None:
             self.mean_places[len(self.local_denominators)] = place
-        count = math.prod(value.shape[d] for d in dims)
-        dtype = kwargs.get("dtype")
+        count, dtype = math.prod(value.shape[d] for d in dims), kwargs.get("dtype")
+        if self._record and place is not None and len(dims) < value.ndim and is_constant(value):
+            self.constant_places.add(place)
+        if place in self.rules.constants:
+            of_batch, own = self._add_up(count), value.sum(dims, keepdim=keepdim, dtype=torch.float64)
+            return (self._of_batch(own, adds_up=True) / of_batch).to(dtype or value.dtype)
         total = value.sum(dims, keepdim=keepdim, dtype=dtype or _summed_in(value))
-        share = self._share(total, count)
-        return share if share.dtype is (dtype or value.dtype) else self._rounded(share, dtype or value.dtype)
+        share, dtype = self._share(total, count), dtype or value.dtype
+        return share if share.dtype is dtype else self._rounded(share, dtype)
 
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Returns total / global count; `count` is what this worker adds to it."""
@@ -324,8 +330,7 @@ class GlobalReduction(OwnDevice):
 
     def _load_of(self, own: Tensor) -> Tensor:
         """Returns the loads of experts over the batch; `own` are those of these rows. A site. See [Note: loads]."""
-        load = self._of_batch(own.to(torch.float64), adds_up=own.dtype is not torch.bool)
-        return load.to(own.device, own.dtype)
+        return self._of_batch(own.to(torch.float64), adds_up=own.dtype is not torch.bool).to(own.device, own.dtype)
 
     def _of_batch(self, own: Tensor, *, adds_up: bool) -> Tensor:
         """Returns the sum or the maximum over the workers of what forwards get from no mean: a site."""

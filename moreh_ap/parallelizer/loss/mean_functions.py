@@ -54,6 +54,11 @@ def is_extreme(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return not value.is_floating_point() and not value.is_complex()
 
 
+def is_constant(value: Tensor) -> bool:
+    """Says whether a tensor has whole numbers and no gradient: choices of rows, as ones and zeros. Reads it."""
+    return not value.requires_grad and bool((value == value.round()).all())
+
+
 def is_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Says whether a result may tell how many rows go to each of several experts, or whether any goes to one: sums of
     whole numbers over some dims, and whether a mask is true anywhere."""

@@ -17,6 +17,7 @@ class MeanRules:
         beside_rows: Call sites whose means over dim 0 leave the rows alone: `torch.stack(heads).mean(0)`.
         lengths: Whether packed sequences are padded to the longest of the batch. See [Note: lengths].
         extremes: Whether the largest whole number in a tensor is that of the batch. See [Note: lengths].
+        constants: Call sites whose means are those of the batch on every worker. See [Note: products of means].
         loads: Call sites that tell how many rows go to each expert, or whether any goes to one. See [Note: loads].
     """
 
@@ -24,6 +25,7 @@ class MeanRules:
     beside_rows: frozenset[int] = frozenset()
     lengths: bool = False
     extremes: bool = False
+    constants: frozenset[int] = frozenset()
     loads: frozenset[int] = frozenset()
 
 

@@ -70,7 +70,7 @@ class Probe:
         kinds: The kind of every leaf of the result, once outputs were compared. See `split_check.py`.
         draws: What is drawn from common streams, once draws were compared.
         draws_told: Whether they were, and it can be told which numbers belong to which row.
-        saw: See `GlobalReduction`.
+        saw, constant_places: See `GlobalReduction`.
         beside_rows: Call sites whose means over dim 0 count as much in one row as in several.
         takes_means: Whether the forward takes means over the batch.
         written: The parameters that the forward changes.
@@ -107,7 +107,7 @@ class Probe:
         self.draws = Draws()
         self.has_unknown = self.takes_means = self._writes_nothing = self.draws_told = False
         self._load_shapes: dict[int, set[torch.Size]] = {}
-        self.saw: set[str] = set()
+        self.saw, self.constant_places = set[str](), set[int]()
         self.call, self.rows = call, rows
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
@@ -215,6 +215,7 @@ class Probe:
         finally:
             self.saw |= recorder.saw
         denominators, self._places = recorder.global_denominators, recorder.mean_places
+        self.constant_places = recorder.constant_places
         self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [random_weight(leaf) for leaf in common.outputs]

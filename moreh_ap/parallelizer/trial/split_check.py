@@ -207,14 +207,16 @@ class _Trials:
         if not everywhere(not probe.beside_rows, call):
             rules = replace(rules, beside_rows=probe.beside_rows)
             others.append(rules)
+        constants = frozenset(probe.constant_places)
         del probe  # and the activations in it
         others += [replace(rules, extremes=True)] if extremes and may_place else []
+        others += [replace(rules, constants=constants)] if may_place and not everywhere(not constants, call) else []
         others += [replace(one, counts=True) for one in (rules, *others[-1:])] if counts else []
         if statistics:
             return Apart(found, (rules, *(other for other in others if other != rules)))
         for other in others:
             _, again = run(replace(call, rules=other))
-            if again.split or not other.extremes:  # its reason, too, says more
+            if again.split or not (other.extremes or other.constants):  # its reason, too, says more
                 found = again
             if found.split:
                 break
@@ -311,7 +313,7 @@ class _Trials:
         number = len(self.faults)
         found = self._compare(probe)
         rules = probe.call.rules
-        if found.split or rules.counts or rules.extremes or rules.loads:
+        if found.split or rules.counts or rules.extremes or rules.constants or rules.loads:
             del self.faults[first if found.split else number :]
         return found
 
