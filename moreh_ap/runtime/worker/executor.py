@@ -92,7 +92,8 @@ class WorkerExecutor:
 
         Raises:
             TypeError: No subject executes commands of this class.
-            UnsupportedError: The user's model reads an attribute of a parameter that no worker has.
+            UnsupportedError: The user's model reads an attribute of a parameter that no worker has, or a parameter of a
+                block of which each worker has a part.
             Exception: Whatever else the user's model or PyTorch raises.
         """
         kind = type(command)
@@ -107,6 +108,10 @@ class WorkerExecutor:
         except AttributeError as error:
             if isinstance(error.obj, nn.Parameter):
                 raise _missing_on_parameter(error) from error
+            raise
+        except RuntimeError as error:
+            if type(error) is RuntimeError and "mixed torch.Tensor and DTensor" in str(error):
+                raise _used_outside_of_its_block(str(error)) from error
             raise
 
     def _noting(self, execute: Any) -> Any:
@@ -155,5 +160,16 @@ def _missing_on_parameter(error: AttributeError) -> UnsupportedError:
         "what a script or a library (opacus) sets on a parameter stays in the script.",
         allowed="What PyTorch keeps on a parameter, and attributes of modules.",
         fix=f"module.{error.name} = ...  # in place of an attribute of its parameter",
+        link="docs/limits.md#parameters",
+    )
+
+
+def _used_outside_of_its_block(error: str) -> UnsupportedError:
+    """Returns what to raise where a forward uses a part of a block, and FSDP2 gathers parameters for whole blocks."""
+    return UnsupportedError(
+        "A forward calls a part of a block (block.norm(x)), or uses its weight, outside of the block's own forward, "
+        f"where each device has a part of the parameter. PyTorch: {error.split(',')[0]}.",
+        allowed="A forward that calls the blocks, or a plan that has the model whole on each device.",
+        fix='...(plan="replicate=2")  # with as many devices as you have',
         link="docs/limits.md#parameters",
     )

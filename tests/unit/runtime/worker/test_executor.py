@@ -70,3 +70,16 @@ def test_an_attribute_that_only_the_scripts_parameter_has_is_refused_by_its_name
     executor._handlers[str] = lambda command: read(layer)
     with pytest.raises(AttributeError, match="'Linear' object has no attribute 'made_up_counter'"):
         executor.execute(Batch(("forward",)))
+
+
+def test_a_part_of_a_block_that_a_forward_uses_by_itself_is_refused_where_it_is_sharded(executor):
+    def fail(message: str) -> None:
+        raise RuntimeError(message)
+
+    mixed = "aten.mul.Tensor got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before"
+    executor._handlers[str] = lambda command: fail(mixed)
+    with pytest.raises(UnsupportedError, match=r"a part of a block .* PyTorch: aten.mul.Tensor got mixed"):
+        executor.execute(Batch(("forward",)))
+    executor._handlers[str] = lambda command: fail("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        executor.execute(Batch(("forward",)))
