@@ -55,8 +55,10 @@ def is_extreme(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def is_constant(value: Tensor) -> bool:
-    """Says whether a tensor has whole numbers and no gradient: choices of rows, as ones and zeros. Reads it."""
-    return not value.requires_grad and bool((value == value.round()).all())
+    """Says whether a tensor has whole numbers and no gradient: choices of rows, as ones and zeros. Reads it, where it
+    has values: none of a forward that is followed on meta, or with fake tensors, is said to be a constant."""
+    may_be_read = type(value) is Tensor and not value.is_meta and value.is_floating_point()
+    return may_be_read and not value.requires_grad and bool((value == value.round()).all())
 
 
 def is_load(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -1,11 +1,14 @@
-"""Which maxima and minima are those of all whole numbers in a tensor, and which sums may be loads of experts."""
+"""Which maxima and minima are those of all whole numbers in a tensor, which sums may be loads of experts, and which
+means are of constants."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from moreh_ap.parallelizer.loss.mean_functions import EXTREMES, SMALLEST, is_extreme, is_load
+from moreh_ap.parallelizer.loss.mean_functions import EXTREMES, SMALLEST, is_constant, is_extreme, is_load
+from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 
 LENGTHS = torch.tensor([3, 5, 4])
 
@@ -49,3 +52,24 @@ MASK_EN = torch.tensor([[True, False, True], [False, False, False]])
 )
 def test_a_load_is_a_number_for_each_expert_or_whether_any_row_goes_to_one(func, args, kwargs, wanted):
     assert is_load(func, args, kwargs) is wanted
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (torch.eye(3), True),
+        (torch.eye(3) / 2, False),
+        (torch.eye(3, requires_grad=True), False),
+        (torch.eye(3, device="meta"), False),
+        (torch.eye(3, dtype=torch.complex64), False),
+        (FakeTensorMode().from_tensor(torch.eye(3)), False),
+    ],
+)
+def test_constants_are_whole_numbers_that_can_be_read(value, wanted):
+    assert is_constant(value) is wanted
+
+
+def test_a_mean_of_a_forward_that_is_followed_on_meta_reads_nothing():
+    """Pipelines and micro-batches follow forwards so: one that averages scores of experts was refused."""
+    with MetaReduction(torch.device("cpu")), torch.no_grad():
+        assert torch.randn(4, 3, device="meta").mean(0).shape == (3,)
