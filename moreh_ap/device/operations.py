@@ -80,6 +80,7 @@ class _Form(enum.Enum):
 
     NEW = "its results are new tensors"
     VIEW = "its result is a view of its first argument"
+    VIEWS = "its results, a list, are views of its first argument"
     IN_PLACE = "it changes its first argument, a tensor, and returns it"
     IN_PLACE_EACH = "it changes each tensor of its first argument, a list, and returns nothing"
 
@@ -101,6 +102,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """
     if func is aten.detach.default and not torch.is_inference_mode_enabled():  # autograd's, once for each gradient
         return VirtualTensor.__new__(WANTED.kind or VirtualTensor, args[0]._cell, args[0])
+    if func is aten._local_scalar_dense.default:  # `float(loss)`, `loss > 1` in a condition
+        return args[0].host_value().item()
     result = _compute_plain(func, args, kwargs)
     if result is not NotImplemented:
         return result
@@ -148,7 +151,8 @@ def _form_of(func: Any) -> _Form | None:
         return None
     schema, is_written = func._schema, _is_written
     if func.is_view:
-        return _Form.VIEW if [str(value.type) for value in schema.returns] == ["Tensor"] else None
+        returned = ", ".join(str(value.type) for value in schema.returns)
+        return {"Tensor": _Form.VIEW, "List[Tensor]": _Form.VIEWS}.get(returned)
     if not any(map(is_written, schema.arguments)):
         return _Form.NEW if all(value.alias_info is None for value in schema.returns) else None
     first, *others = schema.arguments
@@ -174,7 +178,8 @@ def _compute_plain(func: Any, args: Any, kwargs: Any) -> Any:
     form = _form_of(func)
     if form is None or "device" in kwargs:
         return NotImplemented
-    if form is _Form.VIEW and (torch.is_inference_mode_enabled() or not isinstance(args[0], VirtualTensor)):
+    is_view = form is _Form.VIEW or form is _Form.VIEWS
+    if is_view and (torch.is_inference_mode_enabled() or not isinstance(args[0], VirtualTensor)):
         return NotImplemented
     host_args: list[Any] = []
     for arg in (*args, *kwargs.values()):
@@ -198,8 +203,14 @@ def _compute_plain(func: Any, args: Any, kwargs: Any) -> Any:
         return place(result) if type(result) is Tensor else _wrap(result, ACCELERATOR)
     if form is _Form.IN_PLACE_EACH:
         return None
+    args[0]._cell.has_views = True
+    if form is _Form.VIEWS:
+        views = [place(view) for view in result]
+        for view in views:
+            view._cell.has_views = True
+        return views
     view = place(result)
-    view._cell.has_views = args[0]._cell.has_views = True
+    view._cell.has_views = True
     return view
 
 

@@ -129,6 +129,7 @@ def _numbers():
         lambda x, y: [x, torch._foreach_add_([x, y], 1.0)][0] + y,
         lambda x, y: torch.stack(torch._foreach_mul([x, y], [2.0, 3.0])),
         lambda x, y: x.split(2, dim=1)[0],
+        lambda x, y: [x, x.unbind(1)[1].add_(1), x.chunk(2)[0].mul_(2)][0],
         lambda x, y: [x, x.t().add_(1)][0],
         lambda x, y: [x, x.t_()][0],
         lambda x, y: torch.add(x, y, out=y),
@@ -150,12 +151,23 @@ def test_plain_operations_do_not_search_nested_arguments(monkeypatch):
     x = _numbers().cuda()
     monkeypatch.setattr(operations, "tree_leaves", None)
     assert (x @ x.t() + 1).relu().sum().item() == 87.0
+    assert float(x.split(2, dim=1)[0].sum()) == 8.0
+
+
+def test_numbers_of_promises_and_of_no_single_value():
+    value, promised = promise(torch.tensor(2.5))
+    value.arrived = True
+    assert (float(promised + 1), int(promised), bool(promised > 3)) == (3.5, 2, False)
+    with pytest.raises(ValueError, match="only one element"):
+        float(_numbers().cuda())
 
 
 def test_what_shares_memory_with_a_view_is_not_replaced():
     x = _numbers().cuda()
     row = x[0]
     assert x._cell.has_views and row._cell.has_views
+    other = _numbers().cuda()
+    assert all(part._cell.has_views for part in (other, *other.chunk(2)))
 
 
 def test_random_numbers_are_in_the_order_that_a_promise_turns_out_to_have():
