@@ -66,7 +66,8 @@ def enable_advanced_parallelization(
         mixed_precision: Whether to compute in bfloat16 on GPUs that have it natively. CPU workers compute in float32
             unless a plan says ``precision=bf16``.
         devices: Number of devices to use; default: `MOREH_NUM_DEVICES`, else the plan's, else all.
-        plan: A plan, or its text, to use instead of the planner's choice, even if it is predicted not to fit.
+        plan: A plan, or its text, to use instead of the planner's choice, even if it is predicted not to fit;
+            default: `MOREH_PLAN`, else the planner's choice.
         autotune: Whether to train the model for a few steps under each of the three best plans that differ in more than
             details, and to keep the fastest. Costs loading the model and five steps for each; the training itself is
             not touched.

@@ -5,13 +5,14 @@ Decides how arguments and environment variables become one frozen `Options`. Mus
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moreh_ap.errors import OptionError
+from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.hosts.host_list import SSH_VARIABLE as SSH_VARIABLE
 from moreh_ap.hosts.host_list import file_of_hosts, parse_hosts
 from moreh_ap.plan import Plan
@@ -23,7 +24,7 @@ COMPILE_THREADS_VARIABLE = _PREFIX + "MAX_PARALLEL_COMPILE_THREADS"
 DETAILED_LOG_VARIABLE = _PREFIX + "DETAILED_LOG"
 MEMORY_RATIO_VARIABLE = _PREFIX + "MEMORY_USAGE_CORRECTION_RATIO"
 HOSTS_VARIABLE = "MOREH_HOSTS"
-
+PLAN_VARIABLE = "MOREH_PLAN"
 STRICT_VARIABLE = "MOREH_STRICT"
 CHECK_VARIABLE = "MOREH_CHECK"
 RECOVERY_VARIABLE = "MOREH_RECOVERY"
@@ -33,6 +34,12 @@ TRACE_STEPS_VARIABLE = "MOREH_TRACE_STEPS"
 REPORT_VARIABLE = "MOREH_REPORT"
 AUTOSAVE_VARIABLE = "MOREH_AUTOSAVE"
 AUTOSAVE_MINUTES_VARIABLE = "MOREH_AUTOSAVE_MINUTES"
+
+_READ_ELSEWHERE = ("MOREH_LOG_LEVEL", "MOREH_KUBERNETES_JOB", "MOREH_KUBERNETES_NODES", "MOREH_KUBERNETES_START_S")
+VARIABLES = frozenset(
+    value for name, value in list(globals().items()) if name.endswith("_VARIABLE") and isinstance(value, str)
+).union(_READ_ELSEWHERE)
+"""All environment variables that are read, but for those of `MOREH_AP`, which users need not set."""
 
 REPORT_FOLDER = "moreh_report"
 """Of ``report=True``."""
@@ -143,8 +150,10 @@ def resolve_options(
 
     Raises:
         OptionError: A variable has a wrong value, or the plan contradicts another argument.
+        PlanError: The text of the variable is no plan.
     """
     asks_for_devices = devices is not None
+    plan = _read_plan(environment) if plan is None else plan
     if plan is not None and devices is None:
         devices = plan.num_devices
     if devices is None:
@@ -190,6 +199,17 @@ def resolve_options(
     return options
 
 
+def unread_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns a sentence for each variable that looks like one of ours and is none, in the order of their names."""
+    found = []
+    for name in sorted(environment):
+        if name.startswith("MOREH_") and not name.startswith("MOREH_AP") and name not in VARIABLES:
+            near = difflib.get_close_matches(name[6:], [known[6:] for known in sorted(VARIABLES)], 1)
+            end = f": MOREH_{near[0]} is its nearest name." if near else "."
+            found.append(f"The variable {name} is not read{end}")
+    return found
+
+
 def enabled_by_environment(environment: Mapping[str, str]) -> bool:
     """Returns whether the environment asks for what the one line does.
 
@@ -197,6 +217,15 @@ def enabled_by_environment(environment: Mapping[str, str]) -> bool:
         OptionError: The variable is neither `0` nor `1`.
     """
     return bool(_read_variable(environment, ENABLE_VARIABLE, 0, least=0, most=1))
+
+
+def _read_plan(environment: Mapping[str, str]) -> Plan | None:
+    text = environment.get(PLAN_VARIABLE, "").strip()
+    try:
+        return Plan.parse(text) if text else None
+    except PlanError as error:
+        fact, fix = f"environment: {PLAN_VARIABLE}={text!r}: {error.fact}", f"export {PLAN_VARIABLE}=shard=2"
+        raise PlanError(fact, error.allowed, fix) from None
 
 
 def _check_hosts(options: Options) -> None:

@@ -6,6 +6,7 @@ Decides what a second call of the line means, and that workers begin before the 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -14,8 +15,8 @@ from moreh_ap.accelerator.launchers import refuse_copies
 from moreh_ap.accelerator.worker_starts import WorkerStarts
 from moreh_ap.device import AcceleratorInForce
 from moreh_ap.errors import OptionError
-from moreh_ap.local import garbage_at_start
-from moreh_ap.settings import Options
+from moreh_ap.local import garbage_at_start, logger
+from moreh_ap.settings import Options, unread_variables
 
 
 def make_accelerator(options: Options) -> AcceleratorInForce:
@@ -27,6 +28,8 @@ def make_accelerator(options: Options) -> AcceleratorInForce:
     """
     refuse_copies(os.environ)
     starts = WorkerStarts(options)
+    for sentence in unread_variables(os.environ):
+        logger.say(sentence, logging.WARNING)
     garbage_at_start.leave_out_older_objects()
     try:
         from moreh_ap.accelerator.redirection import Accelerator

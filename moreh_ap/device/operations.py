@@ -7,8 +7,6 @@ provide `Value.runner`.
 
 from __future__ import annotations
 
-import enum
-import functools
 import threading
 from typing import Any
 
@@ -16,6 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from moreh_ap.device.operation_kinds import (
+    ALIASES,
+    FOLLOWS_ORDER,
+    NEEDS_ONLY_METADATA,
+    NOT_PLAIN,
+    TAKES_BOTH_DEVICES,
+    WRITES_UNSAID,
+    Form,
+    form_of,
+)
 from moreh_ap.device.tensor import ACCELERATOR, CPU, VirtualTensor, place
 from moreh_ap.device.tensor_classes import WANTED
 from moreh_ap.device.values import (
@@ -33,56 +41,9 @@ from moreh_ap.device.values import (
 
 aten = torch.ops.aten
 
-_ALIASES = {aten.detach.default, aten.alias.default}
-# Their result depends only on shape and dtype of the first argument: `loss.backward()` calls ones_like(loss).
-_NEEDS_ONLY_METADATA = {
-    aten.ones_like.default,
-    aten.zeros_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
-# What they return lies in memory as their argument does, and random numbers are handed out in that order.
-_FOLLOWS_ORDER = {
-    aten.empty_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.randint_like.default,
-}
-# PyTorch accepts a CPU tensor beside a CUDA tensor in these operations.
-_TAKES_BOTH_DEVICES = {
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
-# Not plain: these ask for a device, or may change the shape of their first argument.
-_NOT_PLAIN = {aten.copy_.default, aten._to_copy.default, aten.set_.source_Tensor, aten.resize_.default}
-# Arguments that an operation changes although its schema does not declare it.
-_WRITES_UNSAID = {aten.native_batch_norm.default: ("running_mean", "running_var")}
-
 _NEVER_DEFERRED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _MOST_RESULTS = 4096
 _RESULTS: dict[Any, Tensor | None] = {}
-
-
-class _Form(enum.Enum):
-    """How a plain operation uses memory. See [Note: plain operations]."""
-
-    NEW = "its results are new tensors"
-    VIEW = "its result is a view of its first argument"
-    VIEWS = "its results, a list, are views of its first argument"
-    IN_PLACE = "it changes its first argument, a tensor, and returns it"
-    IN_PLACE_EACH = "it changes each tensor of its first argument, a list, and returns nothing"
 
 
 class _Asked(threading.local):
@@ -110,7 +71,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
         with torch.inference_mode(False):  # in inference mode too, a view of an ordinary tensor is an ordinary tensor
             return run(func, args, kwargs)
-    if func in _ALIASES or (func is aten.view.default and args[0].size() == torch.Size(args[1])):
+    if func in ALIASES or (func is aten.view.default and args[0].size() == torch.Size(args[1])):
         kind = WANTED.kind or VirtualTensor
         return VirtualTensor.__new__(kind, args[0]._cell, args[0])
     leaves = leaves_of(args, kwargs)
@@ -125,8 +86,8 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
             if result is not NotImplemented:
                 return result
             break
-    if func in _NEEDS_ONLY_METADATA:
-        like = _in_known_order(args[0], values[0]) if func in _FOLLOWS_ORDER else args[0]
+    if func in NEEDS_ONLY_METADATA:
+        like = _in_known_order(args[0], values[0]) if func in FOLLOWS_ORDER else args[0]
         stand_in = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
         return _wrap(func(stand_in, *args[1:], **kwargs), device)
     if func.is_view and not isinstance(values[0], (Here, InFile)) and isinstance(args[0], VirtualTensor):
@@ -144,29 +105,6 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     return _compute_here(func, args, kwargs, device)
 
 
-@functools.cache
-def _form_of(func: Any) -> _Form | None:
-    """Returns the form of an operation; None if it is not a plain one."""
-    if func in _ALIASES or func in _NEEDS_ONLY_METADATA or func in _WRITES_UNSAID or func in _NOT_PLAIN:
-        return None
-    schema, is_written = func._schema, _is_written
-    if func.is_view:
-        returned = ", ".join(str(value.type) for value in schema.returns)
-        return {"Tensor": _Form.VIEW, "List[Tensor]": _Form.VIEWS}.get(returned)
-    if not any(map(is_written, schema.arguments)):
-        return _Form.NEW if all(value.alias_info is None for value in schema.returns) else None
-    first, *others = schema.arguments
-    if not is_written(first) or any(map(is_written, others)) or torch.Tag.inplace_view in func.tags:
-        return None
-    if str(first.type) == "Tensor":
-        return _Form.IN_PLACE if len(schema.returns) == 1 else None
-    return None if schema.returns else _Form.IN_PLACE_EACH
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
 def _compute_plain(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the result of a plain operation; NotImplemented if it is none.
 
@@ -175,10 +113,10 @@ def _compute_plain(func: Any, args: Any, kwargs: Any) -> Any:
     are here, in their positional arguments or in lists there, and numbers. For these nothing has to be looked for in
     nested arguments, which would take several times as long as a small operation itself.
     """
-    form = _form_of(func)
+    form = form_of(func)
     if form is None or "device" in kwargs:
         return NotImplemented
-    is_view = form is _Form.VIEW or form is _Form.VIEWS
+    is_view = form is Form.VIEW or form is Form.VIEWS
     if is_view and (torch.is_inference_mode_enabled() or not isinstance(args[0], VirtualTensor)):
         return NotImplemented
     host_args: list[Any] = []
@@ -197,14 +135,14 @@ def _compute_plain(func: Any, args: Any, kwargs: Any) -> Any:
             host_args.append(arg)
     host_kwargs = dict(zip(kwargs, host_args[len(args) :])) if kwargs else kwargs
     result = func(*host_args[: len(args)], **host_kwargs)
-    if form is _Form.IN_PLACE:
+    if form is Form.IN_PLACE:
         return args[0]
-    if form is _Form.NEW:
+    if form is Form.NEW:
         return place(result) if type(result) is Tensor else _wrap(result, ACCELERATOR)
-    if form is _Form.IN_PLACE_EACH:
+    if form is Form.IN_PLACE_EACH:
         return None
     args[0]._cell.has_views = True
-    if form is _Form.VIEWS:
+    if form is Form.VIEWS:
         views = [place(view) for view in result]
         for view in views:
             view._cell.has_views = True
@@ -229,7 +167,7 @@ def _common_device(func: Any, virtual: list[VirtualTensor], leaves: list[Any]) -
         if tensor.is_cuda:
             device = ACCELERATOR
             break
-    if device == ACCELERATOR and func not in _TAKES_BOTH_DEVICES and any(map(_is_on_cpu, leaves)):
+    if device == ACCELERATOR and func not in TAKES_BOTH_DEVICES and any(map(_is_on_cpu, leaves)):
         # PyTorch's composite functions make tensors on the CPU: these may be mixed with accelerator tensors.
         if not any(map(_is_on_cpu, tree_leaves(ASKED.arguments))):
             return device
@@ -279,7 +217,7 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
     result = func(*host_args, **host_kwargs)
     for tensor in written:
         value, is_view = tensor._cell.value, torch.Tag.inplace_view in func.tags
-        if isinstance(value, View) and is_view and func not in _NOT_PLAIN:  # `squeeze_`: it is another view from now on
+        if isinstance(value, View) and is_view and func not in NOT_PLAIN:  # `squeeze_`: it is another view from now on
             seen = View(tensor._cell, lambda whole: func(whole.view_as(whole), *args[1:], **kwargs))
             tensor._use(Cell(seen, device))
         elif not isinstance(value, Here):
@@ -301,7 +239,7 @@ def _compute_here(func: Any, args: Any, kwargs: Any, device: torch.device) -> An
 def written_arguments(func: Any, args: Any, kwargs: Any) -> list[VirtualTensor]:
     """Returns the tensors that the operation changes."""
     written: list[Any] = []
-    unsaid = _WRITES_UNSAID.get(func, ())
+    unsaid = WRITES_UNSAID.get(func, ())
     for index, argument in enumerate(func._schema.arguments):
         is_said = argument.alias_info is not None and argument.alias_info.is_write
         if is_said or argument.name in unsaid:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
+import re
+from pathlib import Path
 
 import pytest
 
+from moreh_ap import settings
 from moreh_ap.accelerator import enabling
 from moreh_ap.errors import OptionError, PlanError
 from moreh_ap.option import enable_advanced_parallelization
@@ -22,7 +24,8 @@ def enabled(monkeypatch):
     monkeypatch.setattr(enabling, "enable", seen.append)
     for name in ("MAX_PARALLEL_COMPILE_THREADS", "DETAILED_LOG", "MEMORY_USAGE_CORRECTION_RATIO"):
         monkeypatch.delenv(PREFIX + name, raising=False)
-    monkeypatch.delenv("MOREH_NUM_DEVICES", raising=False)
+    for name in ("MOREH_NUM_DEVICES", "MOREH_PLAN"):
+        monkeypatch.delenv(name, raising=False)
     return seen
 
 
@@ -41,7 +44,7 @@ def test_the_folder_of_automatic_checkpoints(enabled, monkeypatch):
     monkeypatch.setenv("MOREH_AUTOSAVE", "of the environment")
     monkeypatch.setenv("MOREH_AUTOSAVE_MINUTES", "2.5")
     enable_advanced_parallelization()
-    enable_advanced_parallelization(autosave=pathlib.Path("mine"))
+    enable_advanced_parallelization(autosave=Path("mine"))
     assert [(one.autosave_folder, one.autosave_minutes) for one in enabled] == [
         ("mine", 10),
         ("of the environment", 2.5),
@@ -101,6 +104,39 @@ def test_traced_steps(enabled, monkeypatch, text, steps):
     monkeypatch.setenv("MOREH_TRACE_STEPS", text)
     enable_advanced_parallelization()
     assert (enabled[0].trace_file, enabled[0].trace_steps) == ("trace.json", steps)
+
+
+def test_the_plan_of_the_environment_is_used_unless_the_line_names_one(enabled, monkeypatch):
+    monkeypatch.setenv("MOREH_PLAN", " shard=2,micro_batches=4 ")
+    enable_advanced_parallelization()
+    enable_advanced_parallelization(plan="replicate=4")
+    assert [(str(one.plan), one.devices) for one in enabled] == [("shard=2,micro_batches=4", 2), ("replicate=4", 4)]
+    with pytest.raises(OptionError, match="mixed_precision=False"):
+        monkeypatch.setenv("MOREH_PLAN", "shard=2,precision=bf16")
+        enable_advanced_parallelization(mixed_precision=False)
+    monkeypatch.setenv("MOREH_PLAN", "shards=2")
+    with pytest.raises(PlanError, match="environment: MOREH_PLAN='shards=2': plan: cannot read") as caught:
+        enable_advanced_parallelization()
+    assert caught.value.fix == "export MOREH_PLAN=shard=2"
+
+
+def test_variables_that_nothing_reads_are_named_with_the_nearest_that_is_read():
+    environment = {"MOREH_DEVICES": "2", "MOREH_0": "1", "MOREH_PLAN": "shard=2", "MOREH_AP_CACHE": "/", "HOME": "/"}
+    assert settings.unread_variables(environment) == [
+        "The variable MOREH_0 is not read.",
+        "The variable MOREH_DEVICES is not read: MOREH_NUM_DEVICES is its nearest name.",
+    ]
+
+
+def test_every_variable_that_the_package_names_is_known():
+    package = Path(settings.__file__).parent
+    named = {
+        name
+        for path in package.rglob("*.py")
+        for name in re.findall(r'"(MOREH_[A-Z_]*[A-Z])"', path.read_text("utf-8"))
+    }
+    assert len(named) > 15
+    assert {name for name in named if not name.startswith("MOREH_AP")} - {"MOREH_AP"} <= settings.VARIABLES
 
 
 def test_empty_variable_is_no_variable(enabled, monkeypatch):

@@ -1,0 +1,25 @@
+"""Enabling: what the one line says before workers are there."""
+
+from __future__ import annotations
+
+import pytest
+
+from moreh_ap.accelerator import enabling
+from moreh_ap.settings import Options
+
+
+def test_variables_that_nothing_reads_are_warned_of(monkeypatch, capsys):
+    class Starts:
+        def __init__(self, options):
+            self.closed = False
+
+        def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(enabling, "WorkerStarts", Starts)
+    monkeypatch.setattr(enabling.garbage_at_start, "leave_out_older_objects", lambda: 1 / 0)
+    monkeypatch.setenv("MOREH_DEVICES", "2")
+    with pytest.raises(ZeroDivisionError):
+        enabling.make_accelerator(Options())
+    printed = "".join(capsys.readouterr())
+    assert "[warning] The variable MOREH_DEVICES is not read: MOREH_NUM_DEVICES is its nearest name." in printed
