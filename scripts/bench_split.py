@@ -6,7 +6,8 @@
 
 Decides what is trained, and how runs are ordered. In each round one process with one thread takes the whole batch, two
 such processes take half of it each at the same time, and the one line takes the whole batch on two workers with one
-thread each. The ceiling is the first time divided by the second, the speed-up the first divided by the third.
+thread each. The ceiling is the first time divided by the second, the speed-up the first divided by the third. Losses of
+the line and of one process in float64 are set beside those of one process: both differ by rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,19 +47,22 @@ class Size(NamedTuple):
 
 
 SIZES = (Size(32, 96), Size(16, 224))
+WAYS = ("plain", "float64", "line")
 
 
-def run(size: Size, *, with_line: bool) -> None:
-    """Trains on pictures of this size; prints the median seconds of a step, and the losses, as JSON."""
+def run(size: Size, way: str) -> None:
+    """Trains on pictures of this size in one of the `WAYS`; prints median seconds of a step, and losses, as JSON."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    if with_line:
+    if way == "line":
         torch.moreh.option.enable_advanced_parallelization(mixed_precision=False, plan="replicate=2")
     torch.manual_seed(0)
     widths, depths = [64, 128, 256, 512], [2, 2, 2, 2]
     config = ResNetConfig(hidden_sizes=widths, depths=depths, layer_type="basic", num_labels=NUM_CLASSES)
-    device = "cuda" if with_line else "cpu"
+    device = "cuda" if way == "line" else "cpu"
     model = ResNetForImageClassification(config).to(device)
+    dtype = torch.float64 if way == "float64" else torch.float32
+    model.to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # SGD with momentum makes much of rounding here
     pictures = torch.randn(size.rows, 3, size.side, size.side)
     labels = torch.randint(0, NUM_CLASSES, (size.rows,))
@@ -66,7 +70,7 @@ def run(size: Size, *, with_line: bool) -> None:
     losses = []
     while len(times_s) < WARM_UP_STEPS + MIN_MEASURED_STEPS or sum(times_s[WARM_UP_STEPS:]) < MEASURED_S:
         begin_s = time.perf_counter()
-        loss = F.cross_entropy(model(pictures.to(device)).logits, labels.to(device))
+        loss = F.cross_entropy(model(pictures.to(device, dtype)).logits, labels.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -82,12 +86,12 @@ def start(size: Size, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def finish(process: subprocess.Popen[str]) -> dict[str, object]:
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     """Returns what a run has printed last."""
     out, _ = process.communicate(timeout=600)
     if process.returncode != 0:
         raise SystemExit(f"a run ended with exit code {process.returncode}:\n{out}")
-    result: dict[str, object] = json.loads(out.strip().splitlines()[-1])
+    result: dict[str, Any] = json.loads(out.strip().splitlines()[-1])
     return result
 
 
@@ -95,27 +99,33 @@ def compare(size: Size, number: int) -> float:
     """Runs a round, prints what it showed, and returns the share of the ceiling that the line reached."""
     whole = finish(start(size, "plain"))
     halves = [start(Size(size.rows // 2, size.side), "plain") for _ in range(2)]
-    half_s = max(float(str(finish(half)["step_s"])) for half in halves)
+    half_s = max(finish(half)["step_s"] for half in halves)
     line = finish(start(size, "line"))
-    whole_s, line_s = float(str(whole["step_s"])), float(str(line["step_s"]))
+    whole_s, line_s = whole["step_s"], line["step_s"]
     print(
         f"round {number}: one process {whole_s:.3f} s, ceiling x{whole_s / half_s:.2f}, "
         f"the line x{whole_s / line_s:.2f}, {half_s / line_s:.2f} of the ceiling"
     )
-    differences = [abs(a - b) for a, b in zip(whole["losses"], line["losses"])]  # type: ignore[call-overload]
-    print(f"  largest difference of a loss: {max(differences):.1e}")
+    print(f"  largest difference of a loss: {apart(whole, line):.1e}")
+    if number == 1:
+        print(f"  of one process in float64: {apart(whole, finish(start(size, 'float64'))):.1e}")
     return half_s / line_s
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Returns the largest difference of a loss in two runs."""
+    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--size", type=Size.parse, action="append", help="pictures x pixels of a side, such as 32x96")
-    parser.add_argument("--run", choices=("plain", "line"), help="one run, as the rounds make them")
+    parser.add_argument("--run", choices=WAYS, help="one run, as the rounds make them")
     arguments = parser.parse_args()
     sizes = arguments.size or SIZES
     if arguments.run:
-        run(sizes[0], with_line=arguments.run == "line")
+        run(sizes[0], arguments.run)
         return
     for size in sizes:
         print(f"{size.rows} pictures of {size.side} x {size.side}")
