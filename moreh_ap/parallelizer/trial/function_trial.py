@@ -7,7 +7,8 @@ Decides whether it works row by row, gives summands, or needs the rows of all wo
 Every tensor that has rows, or is a summand, has a double: what two workers would have instead. A function is called
 with the tensors and with their doubles, and the results are compared. What works is taken, in this order: as the
 arguments are; with summands added up; with all rows gathered, which is always right. A result counts as a sum only
-where a function is known to be linear, since zeros add up to anything.
+where a function is known to be linear, since zeros add up to anything. What is made of added summands alone is one
+device's, also where it is zero in a trial: the entropy of rows that all go one way.
 """
 
 from __future__ import annotations
@@ -213,7 +214,7 @@ class Trial:
     def _ways(self) -> list[tuple[bool, bool]]:
         """Returns what to try: whether summands are added up, and whether numbers are those of the whole batch."""
         numbers = (False, True) if self._follows else (False,)
-        ways = [(True, for_all) for for_all in numbers]
+        ways = [(True, for_all) for for_all in numbers] if self._has_rows else []
         if self._shares and self._may_stay_summands():
             ways = [(False, for_all) for for_all in numbers] + ways
         return ways

@@ -157,6 +157,18 @@ def test_a_sum_of_zeros_may_be_anything():
     assert learn(lambda x: (x * 0).sum() + 0.0)["add"].adds_up
 
 
+def test_what_is_made_of_summands_that_were_added_up_is_no_summand_where_it_is_zero():
+    """Entropy of a mean of choices, all of which are the same in a trial."""
+
+    def entropy(x: Tensor) -> Tensor:
+        shares = F.one_hot((x[:, 0] * 0).long(), 3).float().mean(0)
+        return -(shares * shares.log().clamp(min=-9)).sum()
+
+    steps = learn(entropy)
+    assert [steps[name].results for name in ("mean", "mul", "sum", "neg")] == [(SHARE,), (None,), (), ()]
+    assert learn(lambda x: (x * 0).sum().clone())["clone"].results == (None,)
+
+
 def test_the_number_of_rows_is_that_of_the_batch_where_it_divides_and_of_the_slice_where_it_shapes():
     steps = learn(lambda x: (x.sum() / x.shape[0], x.view(x.shape[0], 2, 2), torch.eye(len(x)) + x @ x.t()))
     assert (steps["div"].follows, steps["div"].for_all) == ((RowCount(1, 1),), True)
