@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-FOLDER_VARIABLE = "MOREH_AP_HOST_FILES"
-"""Set in workers on other hosts: where sent files lie."""
+FOLDER_VARIABLE, SCRIPT_VARIABLE = "MOREH_AP_HOST_FILES", "MOREH_AP_SCRIPT_FOLDER"
+"""Set in workers on other hosts: where sent files lie; the controller's path of the script's folder."""
 
 SCRIPT, DATA, WRITTEN = "script", "data", "written"
 """The folders below it: modules beside the script, under their own paths; other files, each under `sent_name`; what
@@ -28,6 +28,21 @@ def path_here(file: str) -> str:
         return file
     sent = os.path.join(folder, DATA, sent_name(file))
     return sent if os.path.exists(sent) else file
+
+
+def import_folders(folder: str, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns where a worker looks for the modules that the controller imports from `folder`, most wanted first.
+
+    Args:
+        folder: An absolute path.
+        environment: The worker's.
+    """
+    files, script = environment.get(FOLDER_VARIABLE), environment.get(SCRIPT_VARIABLE)
+    if not files or not script:
+        return [folder]
+    below = os.path.relpath(folder, script)
+    is_outside = below == os.pardir or below.startswith(os.pardir + os.sep)
+    return [folder] if is_outside else [os.path.normpath(os.path.join(files, SCRIPT, below)), folder]
 
 
 def path_to_write(file: str, witness: str) -> str:

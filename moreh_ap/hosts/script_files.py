@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,12 @@ class ScriptFolder:
     identity: tuple[int, ...]
     digests: Mapping[str, str]
     is_whole: bool = True
+
+
+def script_folder() -> str:
+    """Returns the folder of this process's script; of an interactive process the working directory."""
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.dirname(os.path.abspath(main)) if main else os.getcwd()
 
 
 def look_at(folder: str) -> ScriptFolder:

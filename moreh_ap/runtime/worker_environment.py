@@ -10,12 +10,12 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from moreh_ap.errors import MeshStartError
-from moreh_ap.hosts import host_files
+from moreh_ap.hosts import host_files, script_files
 from moreh_ap.hosts.credentials import ENGINE_VARIABLES
 from moreh_ap.hosts.host_environment import passed_on
+from moreh_ap.protocol.script_code.import_path import folders_of
 
 # Set in every worker to its rank: code that runs in both kinds of process can tell them apart by it.
 WORKER_VARIABLE = "MOREH_AP_WORKER"
@@ -87,13 +87,18 @@ def on_other_host(
         files: The folder there in which files that the host was sent lie.
         interface: The host's network interface that other hosts reach.
     """
+    script = script_files.script_folder()
+    sent = {host_files.FOLDER_VARIABLE: files, host_files.SCRIPT_VARIABLE: script}
+    folders = [script, *local["PYTHONPATH"].split(os.pathsep)]
     return {
         **local,
         WORKER_VARIABLE: str(rank),
         "RANK": str(rank),
         "WORLD_SIZE": str(num_workers),
-        "PYTHONPATH": os.pathsep.join((str(Path(files, host_files.SCRIPT)), local["PYTHONPATH"])),
-        host_files.FOLDER_VARIABLE: files,
+        "PYTHONPATH": os.pathsep.join(
+            dict.fromkeys(there for folder in folders for there in host_files.import_folders(folder, sent))
+        ),
+        **sent,
         "GLOO_SOCKET_IFNAME": interface,
         "NCCL_SOCKET_IFNAME": interface,
         **passed_on(os.environ),
@@ -137,8 +142,8 @@ def device_ids(num_workers: int, names: str) -> tuple[str, ...]:
 
 
 def import_path() -> str:
-    """Returns this process's import path; an empty entry means the working directory."""
-    return os.pathsep.join(dict.fromkeys(entry or os.getcwd() for entry in sys.path if isinstance(entry, str)))
+    """Returns this process's import path, as a variable has it."""
+    return os.pathsep.join(folders_of(sys.path))
 
 
 def _loopback_interface() -> str | None:

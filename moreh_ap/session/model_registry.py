@@ -23,6 +23,7 @@ from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import ModelGroup
 from moreh_ap.protocol.messages.stream import ImportModules
 from moreh_ap.protocol.module_attributes import full_name
+from moreh_ap.protocol.script_code.import_path import ImportPath
 from moreh_ap.protocol.script_code.script_environment import ScriptEnvironment
 from moreh_ap.session.calls.remote_call import call_on_route
 from moreh_ap.session.models.remote_model import RemoteModel
@@ -60,7 +61,7 @@ class ModelRegistry:
         # Weak: a model goes with its module, as on one device.
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
-        self._environment = ScriptEnvironment()
+        self._environment, self._import_path = ScriptEnvironment(), ImportPath()
         self._run_here: IdentityTable[nn.Module, bool | None] = IdentityTable()  # see `_runs_here`
         self._calling_here = threading.local()  # whether this thread is in `call_here`
         # Of models that have left the workers to be timed in this process.
@@ -92,10 +93,10 @@ class ModelRegistry:
         """Has the workers import the model's modules while the script prepares its data, in its environment."""
         names = {type(module).__module__ for module in root.modules()} - {"__main__"}
         news = tuple(sorted(name for name in names - self._announced if not name.startswith("torch.")))
-        environment = self._environment.news()
-        if news or environment:
+        environment, folders = self._environment.news(), self._import_path.news()
+        if news or environment or folders:
             self._announced.update(news)
-            self._session.outbox.submit(ImportModules(news, environment))
+            self._session.outbox.submit(ImportModules(news, environment, folders))
 
     def any(self) -> bool:
         """Returns whether a model is on the workers."""

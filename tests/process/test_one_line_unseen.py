@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,37 @@ class Adjoint(Net):
 
     def forward(self, x):
         return CallsAgain.apply(self.layer(x), self.part)
+
+
+LATE = """
+from torch import nn
+
+class Late(nn.Linear):
+    def forward(self, x, scale):
+        from module_of_late import twice
+        return twice(super().forward(x)) * scale.factor
+"""
+OF_LATE = """
+class Scale:
+    factor = 0.5
+
+def twice(x):
+    return x * 2
+"""
+
+
+def test_a_model_of_a_folder_that_the_script_imports_from_since_the_line(
+    accelerator: Callable[[str], Session], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    accelerator("replicate=2")
+    Net().cuda()(torch.ones(2, 4).cuda())
+    (tmp_path / "late_model.py").write_text(LATE)
+    (tmp_path / "module_of_late.py").write_text(OF_LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    late, of_late = (importlib.import_module(name) for name in ("late_model", "module_of_late"))
+    model, x = late.Late(4, 3), torch.rand(6, 4)
+    expected = model(x, of_late.Scale())
+    assert torch.allclose(model.cuda()(x.cuda(), of_late.Scale()).cpu(), expected)
 
 
 def test_a_hook_writes_its_file_once_and_of_the_whole_batch(accelerator: Callable[[str], Session], tmp_path: Path):

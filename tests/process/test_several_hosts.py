@@ -66,17 +66,28 @@ def run_by_hand(command: list, hosts: str, cache: Path, **variables: str) -> sub
     return subprocess.run(command, env={**os.environ, **own, **variables}, capture_output=True, text=True, timeout=200)
 
 
+IMPORTS_AFTER_THE_LINE = """
+import pathlib, sys, torch
+torch.moreh.option.enable_advanced_parallelization(devices=4)
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "models"))
+from several_hosts import train_on_hosts
+train_on_hosts(*sys.argv[1:])
+"""
+
+
 @needs_lab
 def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_lacks(lab, alone):
     folder = lab.private / "project"
-    folder.mkdir()
+    modules = folder / "models"
+    modules.mkdir(parents=True)
     for name in ("several_hosts.py", "several_hosts_model.py"):
-        shutil.copy(SCRIPTS / name, folder)
+        shutil.copy(SCRIPTS / name, modules)
+    (folder / "train.py").write_text(IMPORTS_AFTER_THE_LINE)
     results, checkpoint = lab.shared / "results", lab.private / "checkpoint"
     temporary = lab.private / "tmp"
     temporary.mkdir()
-    script = folder / "several_hosts.py"
-    code, said = lab.run(script, results, checkpoint, *PLANS, cwd=folder, TMPDIR=str(temporary), timeout_s=190)
+    arguments = folder / "train.py", results, checkpoint, *PLANS
+    code, said = lab.run(*arguments, cwd=folder, TMPDIR=str(temporary), timeout_s=190)
     assert code == 0, said
     assert lab.wait_until_empty() == {}
     saved = (path.name for path in checkpoint.iterdir() if path.name != LOCK_FILE)
@@ -88,11 +99,12 @@ def test_numbers_of_one_process_by_ssh_with_a_script_and_a_model_that_one_host_l
     assert_equal_weights(found["loaded"][1], found[PLANS[-1]][1])  # by the workers of all hosts
     assert_equal_weights(loaded_weights(checkpoint), found[PLANS[-1]][1])  # in one process
     one_host = {"MOREH_HOSTS": ADDRESSES["b"]}
-    code, more = lab.run(script, lab.shared / "one", checkpoint, "load", cwd=folder, timeout_s=90, **one_host)
+    script = modules / "several_hosts.py"
+    code, more = lab.run(script, lab.shared / "one", checkpoint, "load", cwd=modules, timeout_s=90, **one_host)
     assert code == 0, more
     assert_equal_weights(torch.load(lab.shared / "one")["loaded"][1], found[PLANS[-1]][1])  # on one host
     sent = [line for line in said.splitlines() if "[info] sent to " in line]
-    assert any(f"sent to {ADDRESSES['b']}: {folder}/several_hosts_model.py" in line for line in sent), said
+    assert any(f"sent to {ADDRESSES['b']}: {modules}/several_hosts_model.py" in line for line in sent), said
     assert any(line.endswith("bytes)") and ".safetensors" in line for line in sent), said
     assert not any(ADDRESSES["a"] in line for line in sent), "host a shares the folder"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.protocol.script_code.import_path import AddedFolder
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,12 @@ class ImportModules:
     Attributes:
         names: The modules.
         environment: Variables that the script has set since, and their values.
+        folders: Folders that it imports from since.
     """
 
     names: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
+    folders: tuple[AddedFolder, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ def connect(
     pods = [host.removeprefix(BY_KUBERNETES) for host in hosts if host.startswith(BY_KUBERNETES)]
     kubernetes.await_agents(pods, os.environ)
     deadline_s = time.monotonic() + JOIN_S
-    found = Hosts([], [], script_folder=script_folder())
+    found = Hosts([], [], script_folder=script_files.script_folder())
     begun: list[HostConnection] = []
     given_up = threading.Event()
 
@@ -252,12 +252,6 @@ class RunCredentials:
 
 run_credentials = RunCredentials()
 """Those of this process: the engine reads them once."""
-
-
-def script_folder() -> str:
-    """Returns the folder of this process's script; of an interactive process the working directory."""
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    return os.path.dirname(os.path.abspath(main)) if main else os.getcwd()
 
 
 def _look_at_network(found: Hosts, address: str) -> None:

@@ -23,6 +23,7 @@ from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.protocol.messages.snapshots import RestoreSnapshot, TakeSnapshot
 from moreh_ap.protocol.messages.state import ReadState, ReleaseState, RunOperation, WriteState
 from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportModules
+from moreh_ap.protocol.script_code import import_path
 from moreh_ap.runtime.worker import worker_patches
 from moreh_ap.runtime.worker.commands.checkpoint_commands import CheckpointCommands
 from moreh_ap.runtime.worker.commands.device_commands import DeviceCommands
@@ -141,6 +142,7 @@ class WorkerExecutor:
 
     def _import_modules(self, command: ImportModules) -> None:
         os.environ.update(command.environment)
+        import_path.add_here(command.folders)
         for name in command.names:
             with contextlib.suppress(ImportError):  # a hint: building the model will say what is missing
                 importlib.import_module(name)
