@@ -49,8 +49,9 @@ def enable_advanced_parallelization(
 ) -> None:
     """Makes "cuda" mean all devices of this machine, used as one accelerator, for the rest of the process.
 
-    It may stand before or after the model is made. A second call with equal settings does nothing. The plan is chosen
-    at a model's first call, among those that the arguments leave.
+    It may stand before or after the model is made. A second call with equal settings does nothing, unless the
+    workers are lost: then it starts others. The plan is chosen at a model's first call, among those that the arguments
+    leave.
 
     Args:
         pipeline_parallel: Whether a pipeline may be used. A permission: the planner uses one where it is faster or

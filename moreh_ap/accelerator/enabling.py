@@ -53,11 +53,15 @@ MAKES = _Makes()
 def enable(options: Options) -> None:
     """Make "cuda" mean an accelerator with these options; with the same options again, nothing happens.
 
+    An accelerator whose workers are lost is replaced by another one; what the lost workers had stays lost.
+
     Raises:
         OptionError: If an accelerator with other options is in use already.
     """
     in_force = device.current()
-    if in_force is not None:
+    if in_force is not None and in_force.has_ended():
+        device.disable()
+    elif in_force is not None:
         if in_force.options == options:
             return
         if in_force.options.hosts != options.hosts:

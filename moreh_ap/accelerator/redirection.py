@@ -96,6 +96,10 @@ class Accelerator:
         """True once a model has moved to the workers."""
         return self.models.any()
 
+    def has_ended(self) -> bool:
+        """Returns whether its workers are lost, and the script was told: the line may be called again."""
+        return self.session.has_ended
+
     def close(self) -> None:
         """Undo the redirections and end the workers."""
         if self._autosave is not None:

@@ -98,6 +98,10 @@ class DryAccelerator:
         """Returns False: a script is left before a model moves to workers."""
         return False
 
+    def has_ended(self) -> bool:
+        """Returns False: there are no workers that could be lost."""
+        return False
+
     def close(self) -> None:
         """Undoes the redirections."""
         self._patches.undo()

@@ -119,7 +119,10 @@ def stopped_error(cause: BaseException | None) -> WorkerLostError:
     """Returns the error of commands to workers that have been stopped, for the reason `cause`."""
     first_line = str(cause).partition("\n")[0]
     error = WorkerLostError(
-        f"The workers are stopped: {type(cause).__name__}: {first_line}", fix="run the script again"
+        f"The workers are stopped: {type(cause).__name__}: {first_line}",
+        "a new start of the script; or other workers, for a model that is built again and loads its last checkpoint",
+        "torch.moreh.option.enable_advanced_parallelization()  # other workers start",
+        "docs/recovery.md#go-on",
     )
     error.__cause__ = cause
     return error

@@ -42,7 +42,7 @@ from moreh_ap.session.planning.compiled_runs import watch_to_try
 from moreh_ap.session.planning.oom_recovery import Recovery
 from moreh_ap.session.planning.step_watch import Watch
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import ModelState, OnWorkers, bring_here, leave_other_models
+from moreh_ap.session.state_tensors import ModelState, OnWorkers, StateHolder, bring_here, leave_other_models
 from moreh_ap.states import ModelPhase, SessionState
 
 Route = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -199,6 +199,8 @@ class ModelRegistry:
         if not _is_on_accelerator(root):
             return None  # parameters on both sides: it runs here, its submodules on the accelerator do not
         root = self._with_all_that_share(root)
+        for lost in {owner.session for owner in _owners(root)} - {self._session}:
+            lost.synchronize()  # raises the error in which it has ended
         leave_other_models(_state_tensors(root))
         refuse_compiled(root)
         if self._session.trial_plan is None:
@@ -294,6 +296,12 @@ def _ids(module: nn.Module) -> set[int]:
 
 def _state_tensors(module: nn.Module) -> list[Any]:
     return [*module.parameters(), *module.buffers()]
+
+
+def _owners(module: nn.Module) -> list[StateHolder]:
+    """Returns the owners of the tensors that workers keep."""
+    values = [tensor._cell.value for tensor in _state_tensors(module) if isinstance(tensor, VirtualTensor)]
+    return [value.owner for value in values if isinstance(value, OnWorkers)]
 
 
 def _is_on_accelerator(module: nn.Module) -> bool:

@@ -39,6 +39,7 @@ from moreh_ap.states import SessionState, StateMachine
 
 _MAX_GATHERED = 512
 _MAX_DEFINITIONS = 4096
+_IDS = count()
 _SENT_AGAIN = (BuildOptimizer, LoadOptimizer, ChangeModule, SetRequiresGrad, SetKernelFormats)
 """What says how things are set. See [Note: after an error]."""
 
@@ -156,11 +157,10 @@ class Outbox:
         self.times_forgotten = self.times_failed = 0
         self._again: deque[Any] = deque()  # commands to be sent again
         self._failure: BaseException | None = None  # the last error
-        self._ids = count()
 
     def new_id(self) -> int:
-        """Returns a number that was not used before."""
-        return next(self._ids)
+        """Returns a number that was not used before, also not for workers that this process has lost."""
+        return next(_IDS)
 
     def post(self, command: Any) -> Posted:
         """Gathers a command: it runs in order, before the next one that is submitted."""

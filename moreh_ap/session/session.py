@@ -119,6 +119,7 @@ class Session:
         self.has_differentiated = False  # whether a backward had a graph, for which workers need the whole model
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
         self.has_told_of_global_hooks = False
+        self.has_ended = False  # whether the workers have stopped, no others take over, and the script was told
 
     @property
     def hosts(self) -> Sequence[str]:

@@ -127,11 +127,11 @@ class SessionBackend:
         return expected_will_do()
 
     def total_norm(self, tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        norm = clipping.norm_on_workers(self._session, tensors, *args, **kwargs)
+        norm = clipping.norm_on_workers(tensors, *args, **kwargs)
         return NotImplemented if norm is None else norm
 
     def clip_gradients(self, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> Any:
-        clipped = clipping.clip_on_workers(self._session, parameters, max_norm, total_norm)
+        clipped = clipping.clip_on_workers(parameters, max_norm, total_norm)
         return None if clipped else NotImplemented
 
     def unscale_gradients(self, parameters: list[Tensor], found: Tensor, inverse_scale: Tensor) -> bool:

@@ -238,6 +238,7 @@ class ModelState(StateHolder):
     Attributes:
         gradients: The gradients of its parameters.
         lists: Lists of its parameters that the script has handed over, see `parameter_gradients`.
+        norms: The holder of norms of its gradients.
     """
 
     gradients: GradientsByName
@@ -246,6 +247,7 @@ class ModelState(StateHolder):
         super().__init__(session)
         self._model = model  # lives as long as one of its parameters
         self.lists: dict[tuple[int, int], Any] = {}
+        self.norms = StateHolder(session)
 
     def live_model(self) -> Any:
         """The model of these parameters."""

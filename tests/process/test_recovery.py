@@ -180,6 +180,73 @@ def test_without_recovery_or_before_the_first_copy_a_lost_worker_ends_the_run(fo
         script.leaves_nothing()
 
 
+GOES_ON = """
+import os, signal, sys, torch
+from moreh_ap import device, load, save
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+def enable():
+    torch.moreh.option.enable_advanced_parallelization(plan="shard=2")
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 1)).cuda()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def train(model, optimizer, steps):
+    for step in steps:
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).cuda()
+        loss = model(x).square().mean()
+        loss.backward()
+        if step % 2:
+            clip_grad_norm_(model.parameters(), 0.1)
+        else:
+            norm = get_total_norm([one.grad for one in model.parameters()])
+            clip_grads_with_norm_(model.parameters(), 0.1, norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+def refused(work):
+    try:
+        work()
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines())
+
+enable()
+whole = list(train(*build(), range(6)))
+old, old_optimizer = build()
+found = list(train(old, old_optimizer, range(3)))
+save(sys.argv[1], model=old, optimizer=old_optimizer)
+lost = device.current().session
+os.kill(lost.workers.pids[1], signal.SIGKILL)
+refused(lambda: list(train(old, old_optimizer, range(3, 6))))
+refused(lambda: build()[0](torch.ones(2, 8).cuda()))
+enable()
+model, optimizer = build()
+load(sys.argv[1], model=model, optimizer=optimizer)
+found += train(model, optimizer, range(3, 6))
+print("equal", found == whole, device.current().session is not lost)
+refused(lambda: old(torch.ones(2, 8).cuda()))
+refused(lambda: next(old.parameters()).cpu())
+refused(lambda: load(sys.argv[1], model=old, optimizer=old_optimizer))
+refused(old_optimizer.step)
+"""
+
+
+def test_the_line_once_more_starts_others_for_a_model_that_loads_its_checkpoint(folders, tmp_path):
+    folders["MOREH_RECOVERY"] = "off"
+    with UserScript("-c", GOES_ON, tmp_path / "saved", cwd=tmp_path, **folders) as script:
+        out = script.succeed()
+    first, *later = [line for line in out.splitlines() if line.startswith("WorkerLostError")]
+    assert "Worker 1 of 2" in first and "killed by signal 9" in first
+    assert len(later) == 5 and all("The workers are stopped" in line for line in later), out
+    assert all("Try: torch.moreh.option.enable_advanced_parallelization()" in line for line in later)
+    assert "equal True True" in out
+    leaves_no_files(folders)
+
+
 LOST_AT_START = """
 import os, torch
 from torch import nn

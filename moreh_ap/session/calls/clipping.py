@@ -15,7 +15,7 @@ from moreh_ap.protocol.messages.state import ClipGradients, GradientNorm, Releas
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.session.models.parameter_gradients import expected_will_do, list_of_one_model
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import OnWorkers, StateHolder
+from moreh_ap.session.state_tensors import ModelState, OnWorkers
 
 ClipGradNorm = Callable[..., Tensor]
 
@@ -27,8 +27,6 @@ def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNor
         session: The session of the workers.
         original: PyTorch's function, for gradients that are not on the workers.
     """
-
-    norms = StateHolder(session)
 
     def clip_grad_norm_(
         parameters: Any,
@@ -46,12 +44,12 @@ def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNor
             again = (one for one in listed) if isinstance(parameters, Generator) else listed
             with expected_will_do():
                 return original(again, max_norm, norm_type, error_if_nonfinite, foreach)
-        refs, norm_like = found
-        outbox = session.outbox
+        holder, refs, norm_like = found
+        outbox = holder.session.outbox  # the script may have imported this function from workers that were lost since
         norm_ref, list_id = StateRef("session", "norm", str(outbox.new_id())), outbox.list_id(refs)
         outbox.post(GradientNorm(list_id, float(norm_type), norm_ref))
         outbox.post(ClipGradients(list_id, float(max_norm), norm_ref))
-        norm = OnWorkers(norms, norm_ref)
+        norm = OnWorkers(holder.norms, norm_ref)
         weakref.finalize(norm, outbox.release, ReleaseState((norm_ref,)))
         with torch._C.DisableTorchFunction():  # questions about a meta tensor, which no mode has to look at
             return VirtualTensor(Cell(norm, ACCELERATOR), norm_like)
@@ -59,8 +57,8 @@ def clipping_on_workers(session: Session, original: ClipGradNorm) -> ClipGradNor
     return clip_grad_norm_
 
 
-def _gradients_of(parameters: list[Tensor]) -> tuple[tuple[StateRef, ...], Tensor] | None:
-    """Returns the names of the gradients on the workers, and a tensor with dtype and device of their norm.
+def _gradients_of(parameters: list[Tensor]) -> tuple[ModelState, tuple[StateRef, ...], Tensor] | None:
+    """Returns whose the gradients on the workers are, their names, and a tensor with dtype and device of their norm.
 
     None if the parameters are not those of one model on the workers, or no parameter has a gradient.
     """
@@ -73,11 +71,10 @@ def _gradients_of(parameters: list[Tensor]) -> tuple[tuple[StateRef, ...], Tenso
         return None
     with torch._C.DisableTorchFunction():
         dtype = parameters[names.index(refs[0].name)].dtype.to_real()
-        return refs, torch.empty((), dtype=dtype, device="meta")
+        return holder, refs, torch.empty((), dtype=dtype, device="meta")
 
 
 def norm_on_workers(
-    session: Session,
     tensors: list[Tensor],
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -93,7 +90,8 @@ def norm_on_workers(
         return None
     holder = tensors[0]._cell.value.owner  # type: ignore[attr-defined]
     norm = holder.promise(torch.empty((), dtype=tensors[0].dtype.to_real(), device="meta"))
-    session.outbox.post(GradientNorm(session.outbox.list_id(refs), float(norm_type), norm._cell.value.ref))
+    outbox = holder.session.outbox
+    outbox.post(GradientNorm(outbox.list_id(refs), float(norm_type), norm._cell.value.ref))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "
@@ -103,15 +101,16 @@ def norm_on_workers(
     return norm
 
 
-def clip_on_workers(session: Session, parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> bool:
+def clip_on_workers(parameters: list[Tensor], max_norm: float, total_norm: Tensor) -> bool:
     """Scales gradients of norm `total_norm` down to at most `max_norm`; False if some are not on the workers."""
     if not isinstance(total_norm, VirtualTensor) or not isinstance(total_norm._cell.value, OnWorkers):
         return False
     found = _gradients_of(parameters)
-    refs = _refs([one.grad for one in parameters if one.grad is not None]) if found is None else found[0]
+    refs = _refs([one.grad for one in parameters if one.grad is not None]) if found is None else found[1]
     if not refs:
         return False
-    session.outbox.post(ClipGradients(session.outbox.list_id(refs), float(max_norm), total_norm._cell.value.ref))
+    outbox = total_norm._cell.value.owner.session.outbox
+    outbox.post(ClipGradients(outbox.list_id(refs), float(max_norm), total_norm._cell.value.ref))
     return True
 
 
@@ -124,7 +123,7 @@ def unscale_on_workers(session: Session, parameters: list[Tensor], found: Tensor
     if session.check is not None or any(parameter.dtype == torch.float16 for parameter in parameters):
         return False
     of_model = _gradients_of(parameters)
-    return of_model is not None and StateHolder(session).unscale(of_model[0], found, inverse_scale) is None
+    return of_model is not None and of_model[0].norms.unscale(of_model[1], found, inverse_scale) is None
 
 
 def _refs(tensors: list[Tensor]) -> tuple[StateRef, ...]:

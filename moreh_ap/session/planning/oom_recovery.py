@@ -90,9 +90,11 @@ class Recovery:
             restart = self._restart_after(error)
         finally:
             pool, workers = self._session.pool, self._session.workers
-            if restart is None and pool is not None and workers.is_stopped():
-                workers.close()
-                pool.end_given_back()
+            if restart is None and workers.is_stopped():
+                self._session.has_ended = True
+                if pool is not None:
+                    workers.close()
+                    pool.end_given_back()
         return restart
 
     def _restart_after(self, error: Exception) -> Restart | None:
