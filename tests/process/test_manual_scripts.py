@@ -136,3 +136,9 @@ def test_a_batch_that_cannot_be_cut_evenly_is_refused(tmp_path):
     with UserScript(*words, cwd=tmp_path, RANK="0", WORLD_SIZE="2") as script:  # refused before processes meet
         assert script.wait() == 2
         assert "--batch-size is 6; it must be a multiple of 2 devices that share the batch x 2 micro" in script.err
+
+
+def test_a_script_for_several_processes_says_how_torchrun_starts_it(tmp_path):
+    with UserScript(MANUAL / "train_tp.py", "--steps", "1", cwd=tmp_path) as script:
+        assert script.wait() == 2
+        assert "start it with torchrun: torchrun --standalone --nproc-per-node 2 " in script.err

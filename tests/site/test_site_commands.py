@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-import os
 import re
 import shlex
 import subprocess
@@ -114,9 +113,8 @@ def help_of(program: str, subcommands: tuple[str, ...] = ()) -> str:
 @functools.cache
 def asked_flags(script: Path) -> set[str]:
     """Returns the flags that a script names when asked for help. Slow, since it imports torch."""
-    ranks = {**os.environ, "RANK": "0", "WORLD_SIZE": "1"}  # as torchrun has them
     asked = [sys.executable, str(script), "--help"]
-    answer = subprocess.run(asked, env=ranks, capture_output=True, text=True, timeout=HELP_S)
+    answer = subprocess.run(asked, capture_output=True, text=True, timeout=HELP_S)
     assert answer.returncode == 0, answer.stderr
     return set(re.findall(r"--[a-z][\w-]*", answer.stdout))
 

@@ -81,17 +81,22 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=(LLAMA, EMPTY), default=LLAMA, help="empty: one nn.Linear(1, 1)")
 
 
-def parse_arguments(parser: argparse.ArgumentParser, data_parallel: int = 1) -> argparse.Namespace:
+def parse_arguments(
+    parser: argparse.ArgumentParser, torchrun: bool = False, data_parallel: bool = False
+) -> argparse.Namespace:
     """Returns the command line, or ends the program where it contradicts itself.
 
     Args:
         parser: From `argument_parser`.
-        data_parallel: Number of slices into which the script cuts the global batch.
+        torchrun: The script runs as several processes. Where torchrun has not started it, the program ends.
+        data_parallel: Every process has a slice of the global batch.
     """
     args = parser.parse_args()
     if args.hidden % HEAD_SIZE:
         parser.error(f"--hidden is {args.hidden}; it must be a multiple of {HEAD_SIZE}, the size of a head")
-    check_batch(parser, args, data_parallel)
+    if torchrun and "RANK" not in os.environ:
+        parser.error(f"start it with torchrun: torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+    check_batch(parser, args, int(os.environ["WORLD_SIZE"]) if data_parallel else 1)
     return args
 
 

@@ -58,13 +58,13 @@ def apply_parallelism(stage: Stage, mesh: DeviceMesh, bf16: bool) -> None:
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parser = argument_parser(__doc__)
     for axis, default in (("pipeline", 2), ("replicate", 1), ("tensor", 2)):
         parser.add_argument(f"--{axis}", type=int, default=default, help=f"devices along the {axis} axis")
     parser.set_defaults(micro_batches=2)
     add_pipeline_flags(parser)
-    args = parse_arguments(parser)
+    args = parse_arguments(parser, torchrun=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shard, rest = divmod(world_size, args.pipeline * args.replicate * args.tensor)
     if rest or not shard:
         parser.error(f"{world_size} processes are not a multiple of --pipeline x --replicate x --tensor")

@@ -37,11 +37,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 def main() -> None:
     # --8<-- [start:setup]
-    # torchrun starts this script once for each device and tells every copy, in the environment, which one it is.
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parser = argument_parser(__doc__)
     add_model_flag(parser)
-    args = parse_arguments(parser, data_parallel=world_size)
+    args = parse_arguments(parser, torchrun=True, data_parallel=True)
+    # torchrun starts this script once for each device and tells every copy, in the environment, which one it is.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -32,9 +32,9 @@ CONFIG = Path(__file__).with_name("ds_config.json")
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parser = argument_parser(__doc__)
-    args = parse_arguments(parser, data_parallel=world_size)
+    args = parse_arguments(parser, torchrun=True, data_parallel=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

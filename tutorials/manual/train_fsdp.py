@@ -31,11 +31,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parser = argument_parser(__doc__)
     add_model_flag(parser)
     parser.add_argument("--replicate", type=int, default=1, help="groups that hold the whole model each")
-    args = parse_arguments(parser, data_parallel=world_size)
+    args = parse_arguments(parser, torchrun=True, data_parallel=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if args.replicate < 1 or world_size % args.replicate:
         parser.error(f"--replicate is {args.replicate}; it must divide the {world_size} processes")
     on_gpu = torch.cuda.is_available()

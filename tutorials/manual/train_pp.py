@@ -95,11 +95,11 @@ def layers_of_stages(parser: argparse.ArgumentParser, args: argparse.Namespace, 
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parser = argument_parser(__doc__)
-    parser.set_defaults(micro_batches=world_size)
+    parser.set_defaults(micro_batches=int(os.environ.get("WORLD_SIZE", 1)))
     add_pipeline_flags(parser)
-    args = parse_arguments(parser)
+    args = parse_arguments(parser, torchrun=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     layers = layers_of_stages(parser, args, num_devices=world_size)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -139,11 +139,11 @@ def check_divisible(parser: argparse.ArgumentParser, args: argparse.Namespace, t
 
 
 def main() -> None:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     parser = argument_parser(__doc__)
     parser.add_argument("--sequence-parallel", action="store_true", help="split the positions between the products")
     parser.add_argument("--loss-parallel", action=argparse.BooleanOptionalAction, default=True)
-    args = parse_arguments(parser)
+    args = parse_arguments(parser, torchrun=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     check_divisible(parser, args, world_size)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
