@@ -53,6 +53,24 @@ function breakLines() {
     }
 }
 
+// A table drawn with characters gets the size at which its widest row fits. On phones it keeps its size and is moved sideways.
+const ROW = /[\u2500-\u259f]|[-=]{8,}/, BESIDE_ROWS = /^ {8,}\S|^\|.*\|$/;
+function fitDrawnTables() {
+  for (const code of document.querySelectorAll(".md-typeset .language-text pre > code")) {
+    const lines = code.textContent.split("\n");
+    if (!lines.some(line => ROW.test(line))) continue;
+    code.style.fontSize = "";
+    if (innerWidth < 720) continue;
+    const widest = document.createElement("span"), style = getComputedStyle(code);
+    widest.style.cssText = "display: inline-block; white-space: pre";
+    widest.textContent = lines.filter(line => ROW.test(line) || BESIDE_ROWS.test(line)).join("\n");
+    code.append(widest);
+    const fits = (code.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight)) / (widest.offsetWidth + 1);
+    widest.remove();
+    if (fits < 1) code.style.fontSize = `${parseFloat(style.fontSize) * fits}px`;
+  }
+}
+
 // A line breaks before or behind a flag, not at a hyphen in it.
 function keepFlagsWhole(code) {
   const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), all = [];
@@ -73,5 +91,7 @@ addEventListener("load", keepNamesWhole);
 addEventListener("load", breakLines);
 addEventListener("load", letPartsBreak);
 addEventListener("load", layOutTables);
+addEventListener("load", fitDrawnTables);
+addEventListener("resize", fitDrawnTables);
 addEventListener("resize", layOutTables);
 addEventListener("toggle", layOutTables, true); // a table that was folded away had no width

@@ -30,6 +30,26 @@ CLIPPED = """() => [...document.querySelectorAll("article .md-typeset__scrollwra
 LONG_LINES = """() => [...document.querySelectorAll("article pre > code")]
     .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 60))"""
 
+BROKEN_ROWS = """() => [...document.querySelectorAll("article .language-text pre > code")].flatMap(code => {
+    const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), broken = [];
+    const tops = new Set(), row = document.createRange();
+    let line = "";
+    for (let text = texts.nextNode(); text; text = texts.nextNode())
+        for (let at = 0; at < text.length; at++)
+            if (text.data[at] != "\\n") {
+                row.setStart(text, at);
+                row.setEnd(text, at + 1);
+                tops.add(Math.round(row.getBoundingClientRect().top));
+                line += text.data[at];
+            } else {
+                if (tops.size > 1 && /[\u2500-\u259f]|[-=]{8,}/.test(line)) broken.push(line);
+                tops.clear();
+                line = "";
+            }
+    return broken;
+})"""
+"""Rows of tables drawn with characters that go on in a second line."""
+
 CUT_COMMANDS = """() => [...document.querySelectorAll("article :is(.language-sh, .language-bash) pre > code")]
     .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 60))"""
 
@@ -79,6 +99,7 @@ def test_page_fits_the_screen_and_reports_nothing(window, site, address, name, l
         assert page.evaluate("document.querySelectorAll('article .md-typeset__table > table[class]').length") == 0, size
         assert size == "phone" or page.evaluate(LONG_LINES) == [], size
         assert page.evaluate(CUT_COMMANDS) == [], size
+        assert size == "phone" or page.evaluate(BROKEN_ROWS) == [], size
     assert page.evaluate("[...document.images].filter(one => !one.naturalWidth).map(one => one.src)") == []
     heights = page.evaluate("[...document.querySelectorAll('article div.mermaid')].map(one => one.offsetHeight)")
     assert bool(heights) == drawings
