@@ -80,6 +80,10 @@ platform's tutorials. `gpipe` stands for 1F1B where there are fewer micro-batche
 FLAVOURS_OF_70B = [("2xLarge.1024GB", 256, 1024), ("4xLarge.2048GB", 256, 1024), ("8xLarge.4096GB", 512, 1024)]
 """For Llama3-70B the platform has published the last of these alone."""
 
+ADAPTED, RANK = "Mistral-7B", 16
+FLAVOURS_OF_ADAPTERS = [("Small.64GB", 16, 1024), ("Large.256GB", 64, 1024), ("xLarge.512GB", 128, 1024)]
+"""The model of the LoRA tutorial, and what its table has; the platform has published nothing of adapters."""
+
 MODELS = ("SmolLM2-1.7B", "Mistral-7B", "Llama3-8B", "Llama2-13B", "Qwen2.5-32B", "Llama3-70B")
 ACCELERATORS = ("16xMI250", "32xMI250", "64xMI250", "8xA100", "8xH100", "64xH100")
 SHAPES = ((256, 1024), (64, 4096))
@@ -122,13 +126,20 @@ def _beside(words: Words) -> Iterator[str]:
         )
 
 
-def flavours_of(model: str, words: Words) -> str:
-    """Returns the table that a tutorial shows of its model: accelerators, batches and tokens a second."""
+def flavours_of(model: str, words: Words, rank: int | None = None) -> str:
+    """Returns the table that a tutorial shows of its model: accelerators, batches and tokens a second.
+
+    Args:
+        model: Its name in the catalogue.
+        words: Those of a language.
+        rank: That of adapters; None trains all weights.
+    """
     rows = [(row.flavour, row.batch, row.length) for row in PUBLISHED if row.model == model] or FLAVOURS_OF_70B
+    rows = FLAVOURS_OF_ADAPTERS if rank else rows
     lines = [words["flavours_columns"], "|---" * (words["flavours_columns"].count("|") - 1) + "|"]
     for flavour, batch, length in rows:
         devices = FLAVOURS[flavour]
-        _, best = answer_for(model, f"{devices}xMI250", batch, length)
+        _, best = answer_for(model, f"{devices}xMI250", batch, length, rank)
         start = f"| {flavour} ({devices}) | {batch} x {length:,} "
         if best is None or best.step is None:
             lines.append(start + f"| {words['nothing_fits']} | |")
@@ -174,6 +185,7 @@ def _files() -> Iterator[tuple[Path, str]]:
         yield PAGE.with_suffix(f"{name}.md"), page_of(words)
         for model in TUTORIALS:
             yield DOCS / "shared" / "flavours" / f"{model.lower()}{name}.md", flavours_of(model, words)
+        yield DOCS / "shared" / "flavours" / f"{ADAPTED.lower()}-lora{name}.md", flavours_of(ADAPTED, words, RANK)
 
 
 def main() -> int:

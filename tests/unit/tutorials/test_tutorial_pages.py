@@ -22,6 +22,7 @@ FINE_TUNING = {
     "mistral": "mistral-7b",
     "llama2": "llama2-13b",
     "llama3-70b": "llama3-70b",
+    "lora": "mistral-7b-lora",
 }
 """Pages of the fine-tuning tutorials, and the table of their model. They have one part more."""
 
@@ -49,9 +50,10 @@ def test_a_page_has_its_parts_and_its_code_from_the_script(name: str) -> None:
 def test_a_fine_tuning_page_shows_every_part_of_its_script_and_what_all_share(name: str, suffix: str) -> None:
     text = page(f"{name}{suffix}")
     code = re.findall(rf'"tutorials/train_{name.replace("-", "_")}.py:(\w+)"', text)
-    masks = [] if name == "llama3-70b" else ["masks"]  # in its loop
-    assert sorted(code) == sorted(["imports", "load", "data", *masks, "loop"])
-    parts = ["check-accelerator", "by-hand", "switch-model", f"flavours/{FINE_TUNING[name]}", "after-flavours"]
+    more = {"llama3-70b": [], "lora": ["adapters", "save"]}.get(name, ["masks"])  # the masks of these are in their loop
+    assert sorted(code) == sorted(["imports", "load", "data", *more, "loop"])
+    parts = ["check-accelerator", "by-hand", "switch-model", f"flavours/{FINE_TUNING[name]}"]
+    parts += [] if name == "lora" else ["after-flavours"]  # the guide has no adapters
     shared = re.findall(r'^--8<-- "docs/shared/([\w/.-]+?)\.md"$', text, re.MULTILINE)
     assert shared == [f"{part}{suffix}" for part in (*parts, "parameters")]
     assert f'{{ #about-advanced-parallelism }}\n\n--8<-- "docs/shared/by-hand{suffix}.md"' in text
