@@ -21,6 +21,9 @@ MOST_CLOCK_DIFFERENCE_S = 10.0
 CONTROLLER = "controller"
 """What the machine of the script is called as the target of a connection."""
 
+SILENT = "its agent has said nothing"
+"""The beginning of what is seen of a host that ssh reaches, and whose agent does not answer in time."""
+
 LEAST_MEMORY_BYTES = 512 << 20
 """For each worker: what Python and PyTorch take before a model is there."""
 
@@ -83,6 +86,8 @@ def unreachable(host: str, reason: str, loopback: str = "") -> Row:
     if host.startswith(BY_KUBERNETES):
         fix = f"kubectl describe pods --selector job-name={public_name(host).rpartition('-')[0]}"
         return Row(public_name(host), "answer", reason, "a pod of the job, with its agent", False, fix)
+    if reason.startswith(SILENT):
+        return Row(host, "answer", reason, "an answer in time", False, f"ssh {host} uptime  # then start again")
     return Row(host, "answer", reason, "ssh without a password", False, f"ssh {host} true")
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moreh_ap.hosts import host_files
+from moreh_ap.hosts import host_files, joining_checks
 from moreh_ap.hosts.channel import BUSY, Channel, ChannelError, Message
 from moreh_ap.hosts.host_list import public_name
 from moreh_ap.hosts.host_report import HostReport
@@ -46,6 +46,7 @@ class HostConnection:
         address: Where the other hosts reach it.
         interface: Its network interface with that address.
         files: The folder there in which files that it is sent lie.
+        given: The files that it was sent as they are here, each with its `script_files.identity_of` of then.
         serves: Whether it was asked to serve the engine.
         usage: What its workers use, as `WorkerUsage.look` said last; empty before.
         on_usage: Told that there is something new.
@@ -59,6 +60,7 @@ class HostConnection:
         self.report = HostReport()
         self.arrived_s = self.delay_s = 0.0
         self.address = self.interface = self.files = ""
+        self.given: dict[str, tuple[int, ...]] = {}
         self.serves = False
         self.on_message: Callable[[Message], None] = lambda message: None
         self.usage: Mapping[str, Any] = {}
@@ -104,7 +106,7 @@ class HostConnection:
             HostLostError: It has not said it in time.
         """
         slow = "the host is busy, or reads Python from a slow disk"
-        message = self._answer(timeout_s, f"its agent has said nothing in {timeout_s:.0f} s: {slow}")
+        message = self._answer(timeout_s, f"{joining_checks.SILENT} in {timeout_s:.0f} s: {slow}")
         if message.kind == BUSY:
             raise HostLostError("its agent serves another script; it takes the next one when that has ended")
         if message.kind != "report":

@@ -160,9 +160,12 @@ class HostPool:
         there = connection.ask("identities", _ASK_S, paths=list(files)).values["identities"]
         for path, seen in zip(files, map(tuple, there)):
             here = script_files.identity_of(path)
-            if not here or seen == here or (seen[1:2] == here[1:2] and self._has_content(connection, path)):
+            if not here or here in (seen, connection.given.get(path)):
+                continue
+            if seen[1:2] == here[1:2] and self._has_content(connection, path):
                 continue
             num_bytes = connection.send_file(path, host_files.DATA, host_files.sent_name(path))
+            connection.given[path] = here
             self.say(f"sent to {connection.name}: {path} ({num_bytes} bytes)")
 
     def provide_all(self, connections: Sequence[HostConnection], files: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from moreh_ap.hosts import host_table
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport, look
 from moreh_ap.hosts.joining_checks import (
+    SILENT,
     Wanted,
     check_addresses,
     check_machines,
@@ -150,3 +151,9 @@ def test_a_name_that_stands_for_the_script_s_machine_is_said_to_be_no_firewall()
     row = unreachable("me@node2", "ssh: connect to host node2 port 22: Connection refused", "127.0.1.1")
     assert row.seen.startswith("127.0.1.1, a loopback address: only this machine itself is reached there (ssh: connect")
     assert (row.what, row.ok) == ("address", False) and row.fix.startswith("getent hosts node2  # correct /etc/hosts")
+
+
+def test_a_host_whose_agent_is_slow_to_answer_has_its_load_looked_at():
+    row = unreachable("node2", f"{SILENT} in 10 s: the host is busy")
+    assert (row.ok, row.fix) == (False, "ssh node2 uptime  # then start again")
+    assert unreachable("node2", "Permission denied").fix == "ssh node2 true"

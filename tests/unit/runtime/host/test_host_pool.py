@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from moreh_ap.errors import WorkerLostError
@@ -17,7 +19,7 @@ class Connection:
     def __init__(self, name, gpus=(), has=(), machine=""):
         self.host = self.name = name
         self.report = HostReport(gpus=tuple(map(str, range(gpus or 0))), num_cores=8, machine=machine or name)
-        self.has, self.asked, self.sent = has, [], []
+        self.has, self.asked, self.sent, self.given = has, [], [], {}
 
     def ask(self, kind, timeout_s, **values):
         self.asked.append(kind)
@@ -80,6 +82,20 @@ def test_only_files_that_a_host_lacks_are_sent(pool_of, tmp_path):
         assert connection.sent == sent
         assert said == [f"sent to b: {path} (10 bytes)" for path in sent]
         assert pool.provided() == [path]
+
+
+def test_a_file_is_sent_once_to_a_host_unless_it_has_changed(pool_of, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    connection = Connection("b", has={})
+    pool, _ = pool_of([connection])
+    pool.provide(connection, [str(path)])
+    pool.provide(connection, [str(path)])  # of another model, say
+    assert connection.sent == [str(path)]
+    path.write_bytes(b"9876543210")
+    os.utime(path, (1, 1))
+    pool.provide(connection, [str(path)])
+    assert connection.sent == [str(path)] * 2
 
 
 def test_a_host_that_is_lost_meanwhile_gets_no_file_and_one_that_cannot_take_it_ends_the_workers(pool_of, tmp_path):
