@@ -41,6 +41,9 @@ _SSH_OPTIONS = (
 )
 _END_S = 5.0
 
+ENGINE_BANNER = "Monarch internal logs"
+"""The beginning of what the engine prints in every process, which explains nothing."""
+
 
 class Way(Protocol):
     """Two streams to an agent."""
@@ -82,7 +85,8 @@ class ProcessWay:
             if self._errors.closed:  # the host was given up meanwhile
                 return ""
             self._errors.seek(0)
-            return "\n".join(self._errors.read().decode(errors="replace").strip().splitlines()[-5:])
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            return "\n".join([line for line in lines if not line.startswith(ENGINE_BANNER)][-5:])
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

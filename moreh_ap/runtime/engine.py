@@ -24,14 +24,13 @@ from typing import Any, Generic, TypeVar
 import monarch.actor as ma
 from monarch.config import configure
 
+from moreh_ap.hosts.ways import ENGINE_BANNER
 from moreh_ap.native_output import without_lines
 from moreh_ap.runtime.bootstrap import Launch
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.host import private_sockets
 from moreh_ap.runtime.relay.worker_answer import Answer, Wire, from_wire, to_wire
 from moreh_ap.runtime.worker.actor import Trouble, WorkerSide, WorkerSpec
-
-_BANNER = "Monarch internal logs"
 
 # In IPython, Monarch forwards logs by default; with that on, stopping hangs once a worker has died.
 configure(enable_log_forwarding=False, process_exit_timeout="3s")
@@ -240,7 +239,7 @@ def _attach(agents: Sequence[str], answers: str) -> Any:
     Raises:
         EngineError: One does not answer.
     """
-    with _transport_lock, without_lines(_BANNER):
+    with _transport_lock, without_lines(ENGINE_BANNER):
         first, before = not _transports, private_sockets.abstract_listeners()
         if first:
             _open_transport(answers or f"ipc://{private_sockets.run_folder()}/controller")

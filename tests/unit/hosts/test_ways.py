@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from moreh_ap.hosts.reachability import Probe, reaches
-from moreh_ap.hosts.ways import AGENT, ProcessWay, remote_command, ssh_command
+from moreh_ap.hosts.ways import AGENT, ENGINE_BANNER, ProcessWay, remote_command, ssh_command
 
 
 def test_ssh_asks_nothing_and_takes_the_host_for_no_option():
@@ -25,6 +25,13 @@ def test_the_same_python_runs_the_agent_there_in_any_shell():
 def test_what_ssh_says_is_kept_for_the_error():
     way = ProcessWay([sys.executable, "-c", "import sys; sys.exit('Permission denied')"], {})
     assert way.reader.read() == b"" and way.last_words() == "Permission denied"
+    way.close()
+
+
+def test_what_the_engine_prints_in_every_process_is_no_reason():
+    said = f"import sys; sys.exit('{ENGINE_BANNER} are being written to a file')"
+    way = ProcessWay([sys.executable, "-c", said], {})
+    assert way.reader.read() == b"" and way.last_words() == ""
     way.close()
 
 
