@@ -50,6 +50,16 @@ BROKEN_ROWS = """() => [...document.querySelectorAll("article .language-text pre
 })"""
 """Rows of tables drawn with characters that go on in a second line."""
 
+OPEN_DRAWINGS = """const attach = Element.prototype.attachShadow;
+Element.prototype.attachShadow = function(how) { return attach.call(this, {...how, mode: "open"}); };"""
+"""What lets a test look into a drawing."""
+COLOURS_OF_ARROWS = """() => [...document.querySelectorAll("article div.mermaid")].flatMap(drawing => {
+    const line = drawing.shadowRoot.querySelector(".messageLine0");
+    const head = drawing.shadowRoot.querySelector("[id$='-arrowhead'] path");
+    return line && head ? [[getComputedStyle(line).stroke, getComputedStyle(head).fill]] : [];
+})"""
+"""Of each drawing of messages: the colour of its first line, and that of the head of an arrow."""
+
 CUT_COMMANDS = """() => [...document.querySelectorAll("article :is(.language-sh, .language-bash) pre > code")]
     .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 60))"""
 
@@ -136,3 +146,18 @@ def test_the_language_can_be_switched(window, address):
     page.goto(other)
     assert page.evaluate("document.documentElement.lang") == "ko"
     assert problems == []
+
+
+def test_arrows_of_drawings_have_the_colour_of_their_lines(chromium, address):
+    """In dark mode too, where the library's own colour is hardly seen."""
+    if not (DOCS / "assets" / "vendor" / "mermaid.min.js").exists():
+        pytest.skip("the library that draws diagrams is not there: apt-get install npm")
+    context = chromium.new_context(color_scheme="dark")
+    context.add_init_script(OPEN_DRAWINGS)
+    page = context.new_page()
+    page.goto(address + place("architecture.md", "en"))
+    page.wait_for_function(SETTLED, timeout=20_000)
+    colours = page.evaluate(COLOURS_OF_ARROWS)
+    context.close()
+    assert len(colours) == 2
+    assert all(line == head for line, head in colours), colours
