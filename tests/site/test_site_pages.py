@@ -51,6 +51,17 @@ def test_every_title_of_the_navigation_is_translated():
     assert titles - translated == set()
 
 
+def test_the_addresses_of_site_and_repository_are_given_at_the_build(monkeypatch):
+    load_config = pytest.importorskip("mkdocs.config").load_config
+    pytest.importorskip("mkdocs_static_i18n")
+    assert [load_config(str(ROOT / "mkdocs.yml"))[name] for name in ("site_url", "repo_url")] == ["", ""]
+    monkeypatch.setenv("SITE_URL", "https://docs.example.org/ap/")
+    monkeypatch.setenv("REPO_URL", "https://example.org/team/moreh_ap")
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    assert config["site_url"] == "https://docs.example.org/ap/"
+    assert config["repo_url"] == "https://example.org/team/moreh_ap"
+
+
 def test_build_says_no_warning(site):
     assert [line for line in site.log.splitlines() if line.startswith(("WARNING", "ERROR"))] == []
 
