@@ -146,7 +146,7 @@ class Outbox:
         self.on_sent: Callable[[Sequence[Any], Sequence[Posted]], object] | None = None
         self.on_error: Callable[[Exception], Restart | None] | None = None
         self.times_restarted = self.num_posted = 0
-        self._lock = threading.RLock()
+        self._lock, self._ids = threading.RLock(), _IDS
         self._gathered: list[tuple[Any, Posted]] = []
         # Filled by finalizers, which may run in any thread at any time: deque.append is atomic.
         self._released: deque[Any] = deque()
@@ -160,7 +160,7 @@ class Outbox:
 
     def new_id(self) -> int:
         """Returns a number that was not used before, also not for workers that this process has lost."""
-        return next(_IDS)
+        return next(self._ids)
 
     def post(self, command: Any) -> Posted:
         """Gathers a command: it runs in order, before the next one that is submitted."""
