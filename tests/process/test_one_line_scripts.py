@@ -14,6 +14,16 @@ from user_script import SCRIPTS, UserScript
 pytestmark = pytest.mark.rotating  # one more kind of script each
 
 TWO = {"MOREH_NUM_DEVICES": "2"}
+ON_WORKERS = {"MOREH_PLAN": "replicate=2"}
+"""Models as small as these would stay in the script's process."""
+FINE_TUNING = [
+    ("finetune_gpt.py", 8),
+    ("finetune_mistral.py", 4),
+    ("platform_llama2.py", 8),
+    ("platform_llama3_70b.py", 8),
+    ("platform_mistral.py", 8),
+]
+"""Scripts, and how many losses each prints."""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +41,21 @@ def folder(files, tmp_path) -> Path:
     return tmp_path
 
 
+WANDB = """
+def note(text):
+    with open(run + ".calls", "a") as file:
+        print(text, file=file)
+
+def init(id, resume, **settings):
+    global run
+    run = id
+    note(f"init {resume}")
+
+def log(values, step):
+    note(f"log {step}")
+"""
+
+
 def losses_of(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"loss ([\d.]+)", output)]
 
@@ -38,18 +63,22 @@ def losses_of(output: str) -> list[float]:
 def without_us(script: str) -> str:
     """The text of a script for one CPU: no line of ours, no device."""
     text = (SCRIPTS / script).read_text()
-    text = re.sub(r"torch\.moreh\.option\..*", "", text).replace(".cuda()", "")
+    text = re.sub(r"torch\.moreh\.option\..*", "", text).replace(".cuda()", "").replace('"cuda"', '"cpu"')
+    text = text.replace("torch.cuda.synchronize(self.device)", "pass")
     assert "moreh" not in text and "cuda" not in text
     return text.replace("./tuned", "./reference")
 
 
-@pytest.mark.parametrize("script, num_steps", [("finetune_gpt.py", 8), ("finetune_mistral.py", 4)])
+@pytest.mark.parametrize("script, num_steps", FINE_TUNING)
 def test_a_fine_tuning_script_gives_the_losses_of_one_device(folder, script, num_steps):
     from transformers import AutoModelForCausalLM
 
     assert "\nfrom transformers import AdamW, AutoModelForCausalLM" in without_us(script), "as older scripts have it"
     (folder / "reference.py").write_text(without_us(script))
-    with UserScript(script, cwd=folder, **TWO) as tuning, UserScript("reference.py", cwd=folder) as reference:
+    with (
+        UserScript(script, cwd=folder, **ON_WORKERS) as tuning,
+        UserScript("reference.py", cwd=folder) as reference,
+    ):
         losses, expected = losses_of(tuning.succeed()), losses_of(reference.succeed())
     assert len(expected) == num_steps
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -57,6 +86,24 @@ def test_a_fine_tuning_script_gives_the_losses_of_one_device(folder, script, num
     exact = AutoModelForCausalLM.from_pretrained(folder / "reference")
     for name, tensor in tuned.state_dict().items():
         torch.testing.assert_close(tensor, exact.state_dict()[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_training_program_with_timers_and_checkpoints_gives_the_losses_of_one_device(folder):
+    """The second run goes on from the first one's checkpoint; a package in place of wandb notes what it is told."""
+    (folder / "reference.py").write_text(without_us("guide_train_llm.py"))
+    (folder / "wandb.py").write_text(WANDB)
+    for _ in range(2):
+        one, two = (("--experiment-name", name, "--num-epochs", "1") for name in ("one", "two"))
+        with (
+            UserScript("reference.py", *one, cwd=folder, PYTHONPATH=str(folder)) as reference,
+            UserScript("guide_train_llm.py", *two, cwd=folder, PYTHONPATH=str(folder), **ON_WORKERS) as script,
+        ):
+            expected, losses = losses_of(reference.succeed()), losses_of(script.succeed())
+        assert len(expected) == 6
+        assert losses == pytest.approx(expected, rel=0.02)  # parameters are in bfloat16
+    calls = (folder / "two.calls").read_text().splitlines()
+    assert calls == (folder / "one.calls").read_text().splitlines()
+    assert [call for call in calls if "init" in call] == ["init None", "init must"] and len(calls) == 14
 
 
 def test_every_way_to_make_a_model_gives_the_numbers_of_the_cpu(tmp_path):

@@ -7,11 +7,21 @@ from pathlib import Path
 import torch
 
 NUM_ROWS = 24
+_LETTERS = {word: at for at, word in enumerate(("<unk>", "<s>", "</s>", "▁", *map(chr, range(33, 127))))}
+"""What a tokenizer of Llama's class knows: the tokens that each of them has, and letters."""
 
 
 def make_files(folder: Path) -> None:
-    """Writes `gpt`, `mistral`, `instructions` and `mistral_dataset.pt` into `folder`; always the same."""
-    from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+    """Writes `gpt`, `llama`, `mistral`, `instructions` and `mistral_dataset.pt` into `folder`; always the same."""
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        LlamaTokenizer,
+        MistralConfig,
+        MistralForCausalLM,
+    )
 
     tokenizer = _byte_tokenizer()
     with torch.random.fork_rng(devices=[]):
@@ -41,6 +51,13 @@ def make_files(folder: Path) -> None:
     for name, model in (("gpt", gpt), ("mistral", mistral)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    letters = LlamaTokenizer(vocab=_LETTERS, merges=[], pad_token="<unk>")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        llama = LlamaForCausalLM(LlamaConfig(vocab_size=len(letters), max_position_embeddings=64, **shape))
+    llama.save_pretrained(folder / "llama")
+    letters.save_pretrained(folder / "llama")
     _write_instructions(folder / "instructions")
     torch.save(_token_rows(len(tokenizer)), folder / "mistral_dataset.pt")
 
