@@ -18,6 +18,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.call.parameter_writes import WrittenParameters
+from moreh_ap.parallelizer.data.opened_blocks import joining_opened
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, attempt, untouched
@@ -126,6 +127,7 @@ class _Watched(Tensor):
             return func(*args, **(kwargs or {}))
 
 
+@joining_opened
 def find_passed_state(
     call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int | None, names: Collection[str]
 ) -> set[str]:

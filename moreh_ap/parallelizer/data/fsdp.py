@@ -289,7 +289,7 @@ def record_block_order(module: nn.Module) -> Iterator[BlockTrace]:
         shapes = (leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         way.append((names.get(id(block), ""), next(shapes, None)))
 
-    blocks = [submodule for submodule in fsdp_modules(module) if submodule not in roots]
+    blocks = [one for one in fsdp_modules(module) if one not in roots and param_groups(one)]
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]  # type: ignore[attr-defined]
     try:
         yield way
@@ -385,3 +385,12 @@ def param_groups(submodule: FSDPModule) -> list[Any]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
+
+
+def set_param_groups(submodule: FSDPModule, groups: list[Any]) -> None:
+    """Sets which groups of parameters FSDP2 gathers for something that it manages, at a time when none is gathered."""
+    state = submodule._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13; one group, or None, before
+        state._fsdp_param_groups = groups
+    else:
+        state._fsdp_param_group = groups[0] if groups else None  # type: ignore[misc]

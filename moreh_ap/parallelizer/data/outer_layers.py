@@ -21,7 +21,7 @@ than a block takes, and more time would be spent waiting than moving bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,13 +110,13 @@ class _Unit:
         self.layer = layer
         self.has_joined = False
         self._state = layer._get_fsdp_state()
-        object.__setattr__(layer, "_parameters", _WatchedParameters(layer._parameters, self))
+        object.__setattr__(layer, "_parameters", WatchedParameters(layer._parameters, self.note_read))
 
     def note_read(self) -> None:
         """Joins the rest of the model if a forward is under way that is not the layer's own."""
         state = self._state
         own_call = state._training_state is TrainingState.FORWARD
-        if _OWN_READS or own_call or state._state_ctx.iter_forward_root is None:
+        if own_call or state._state_ctx.iter_forward_root is None:
             return
         if not self.has_joined:
             self._join()
@@ -140,27 +140,36 @@ def _at_the_end(reduce: Any) -> Any:
     return post_backward
 
 
-class _WatchedParameters(dict[str, Any]):
-    """The parameters of a layer; reading one calls back to the FSDP2 unit of the layer."""
+class WatchedParameters(dict[str, Any]):
+    """The parameters of a module, of which each read is noticed that is not this package's own.
 
-    def __init__(self, own: dict[str, Any], unit: _Unit) -> None:
+    Args:
+        own: The parameters.
+        on_read: Called before one is read.
+    """
+
+    def __init__(self, own: dict[str, Any], on_read: Callable[[], None]) -> None:
         super().__init__(own)
-        self._unit = unit
+        self._on_read = on_read
+
+    def _note_read(self) -> None:
+        if not _OWN_READS:
+            self._on_read()
 
     def __getitem__(self, name: str) -> Any:
-        self._unit.note_read()
+        self._note_read()
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        self._unit.note_read()
+        self._note_read()
         return super().get(name, default)
 
     def values(self) -> Any:
-        self._unit.note_read()
+        self._note_read()
         return super().values()
 
     def items(self) -> Any:
-        self._unit.note_read()
+        self._note_read()
         return super().items()
 
     def __iter__(self) -> Iterator[str]:

@@ -66,7 +66,7 @@ class UnevenGradients:
         groups = [group for submodule in fsdp_modules(module) for group in param_groups(submodule)]
         self._params = [param for group in groups for param in group.fsdp_params]
         self._number = {param: number for number, param in enumerate(self._params)}
-        self._groups = {param: group for group in groups for param in group.fsdp_params}
+        self._groups = groups
         for param_group in groups:
             self._fill_before_reducing(param_group)
 
@@ -92,11 +92,12 @@ class UnevenGradients:
 
     def _missing(self) -> list[Any]:
         """Returns the parameters that had no gradient here at any of their reductions."""
-        return [param for param, times in self._filled.items() if times == self._reductions[self._groups[param]]]
+        group_of = {param: group for group in self._groups for param in group.fsdp_params}  # blocks join other groups
+        return [param for param, times in self._filled.items() if times == self._reductions[group_of[param]]]
 
     def _finish_sums(self) -> None:
         """Sums over replicas what the last micro-batch did not come to: on every worker the same blocks."""
-        for param_group in dict.fromkeys(self._groups.values()):
+        for param_group in self._groups:
             if param_group._partial_reduce_output is not None:
                 param_group.unshard()
                 param_group.wait_for_unshard()

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
 from moreh_ap.parallelizer.data.fsdp import record_block_order
+from moreh_ap.parallelizer.data.opened_blocks import joining_opened
 from moreh_ap.parallelizer.items.item_recorder import ItemRecorder
 from moreh_ap.parallelizer.items.item_reduction import ItemReduction, ItemRules
 from moreh_ap.parallelizer.items.item_results import gathered
@@ -45,6 +46,7 @@ _FEWEST_ITEMS, _ITEMS_A_WORKER = 5, 2
 """How many items run together in a trial, if the batch has so many: at least so many, and so many for each worker."""
 
 
+@joining_opened
 def check_items(call: Call, items: Items) -> SplitVerdict:
     """Returns whether the forward of `call` may run on some items of the batch on each worker.
 

@@ -197,7 +197,7 @@ class Refused(Exception):
     """A forward does not do what was tried with it; the text says why."""
 
 
-def attempt(step: Callable[[], None], module: nn.Module) -> str:
+def attempt(step: Callable[[], object], module: nn.Module) -> str:
     """Returns why `step` failed, "" where it did not. Whose fault an error is, `fault_finding.py` finds out."""
     try:
         step()

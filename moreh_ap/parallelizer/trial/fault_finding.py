@@ -15,6 +15,7 @@ from enum import IntEnum
 from moreh_ap.errors import MorehError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.data.fsdp import recover
+from moreh_ap.parallelizer.data.opened_blocks import BlocksOpened
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.pipeline.stage_transfers import StageFailed
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
@@ -64,6 +65,8 @@ def try_out(step: Callable[[], None], again: Callable[[], None], call: Call) -> 
         step()
     except _REFUSALS as refusal:
         own, reason = Outcome.REFUSED, str(refusal)
+    except BlocksOpened:
+        raise  # the trial begins again
     except Exception as error:  # any error, of the script's forward or of what is put around it
         recover(call.module)
         own = Outcome.REFUSED if isinstance(error, _ON_PURPOSE) else Outcome.FAULT

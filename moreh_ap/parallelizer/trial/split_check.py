@@ -27,7 +27,7 @@ object that cannot be compared; each worker has its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -35,6 +35,8 @@ from typing import Any, TypeVar
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.forward import EagerForward
+from moreh_ap.parallelizer.data.opened_blocks import blocks_apart, joining_opened
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import have_several
@@ -45,7 +47,7 @@ from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED
 from moreh_ap.parallelizer.statistics.float64_trial import Float64Probe, in_float64, may_run_in_float64, to_float64
 from moreh_ap.parallelizer.statistics.parts_probe import NOT_WHOLE, PartsProbe
 from moreh_ap.parallelizer.trial.agreement import everywhere
-from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
+from moreh_ap.parallelizer.trial.dry_run import attempt, clear_gradients, untouched
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gathering_probes
 from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
@@ -61,6 +63,7 @@ _Probe = TypeVar("_Probe", bound=Probe)
 DROPS_ROWS = "how many rows the forward has selected, by their values, decides which of them count"
 
 
+@joining_opened
 def check_split(
     call: Call,
     args: tuple[Any, ...],
@@ -104,6 +107,7 @@ def check_split(
     return replace(found, faults=tuple(trials.faults))
 
 
+@joining_opened
 def check_other_dims(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SplitVerdict | None:
     """Returns how a call may be split whose rows do not lie along dim 0, which has too few; None if it may not.
 
@@ -115,6 +119,28 @@ def check_other_dims(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any
     call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=rules, joined=False)
     with untouched(call.module):
         return _Trials(call, args, kwargs, 0).run_along_other_dims()
+
+
+def join_opened_blocks(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: set[Hashable]) -> None:
+    """Has blocks that the forward of a call opens join the rest of the model where no trial does: for a batch of one
+    row, or without rows. See [Note: opened] in `opened_blocks.py`. A collective.
+
+    Args:
+        call: What will run.
+        args: Positional arguments with the whole batch.
+        kwargs: Keyword arguments, likewise.
+        known: What earlier calls had in common, to which this one is added.
+    """
+    common = call.target, call.grad, bytes([module.training for module in call.module.modules()])
+    if common not in known and blocks_apart(call.module) and stages_of(call.module) is None:
+        known.add(common)
+        _look_for_opened(replace(call, random=call.random.for_probe()), args, kwargs)
+
+
+@joining_opened
+def _look_for_opened(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    with untouched(call.module):
+        attempt(partial(EagerForward, call, args, kwargs), call.module)
 
 
 def _other_row_dims(args: Any, kwargs: Any, fewest: int) -> Iterator[tuple[Sequence[int | None], int]]:

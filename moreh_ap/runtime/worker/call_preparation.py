@@ -28,7 +28,7 @@ from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.trial.split_call import Batch, batch_of, split_call
-from moreh_ap.parallelizer.trial.split_check import check_other_dims, check_split
+from moreh_ap.parallelizer.trial.split_check import check_other_dims, check_split, join_opened_blocks
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows
 from moreh_ap.protocol.dropout import draws_random_numbers
@@ -138,6 +138,7 @@ class CallPreparation:
         self.reads_of: dict[Hashable, tuple[str, ...]] = {}
         self.earlier: dict[Hashable, list[SplitVerdict]] = {}  # before a forward took another way
         self._drops = draws_random_numbers(model.module)
+        self._looked_at: set[Hashable] = set()  # see `join_opened_blocks`
         self._faults: tuple[str, ...] = ()  # tracebacks of errors in the trials of the call that is being prepared
 
     @as_written()
@@ -340,6 +341,7 @@ class CallPreparation:
         if workers * pieces == 1 or rows is None or (is_short and not self._may_lend_rows(call, rows, wants_grad)):
             reason = f"{UNSPLIT}: {FEWER_ROWS}" if workers > 1 else ""
             if kind not in self.verdicts:
+                join_opened_blocks(call, args, kwargs, self._looked_at)
                 may_turn = is_short and pieces == 1 and not any(local)
                 found = check_other_dims(call, args, kwargs) if may_turn else None
                 self.verdicts[kind] = found or SplitVerdict.unsplit(reason)

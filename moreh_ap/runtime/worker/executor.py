@@ -167,11 +167,12 @@ def _missing_on_parameter(error: AttributeError) -> UnsupportedError:
 
 
 def _used_outside_of_its_block(error: str) -> UnsupportedError:
-    """Returns what to raise where a forward uses a part of a block, and FSDP2 gathers parameters for whole blocks."""
+    """Returns what to raise where a forward uses a part of a block, and no trial has seen it (`opened_blocks.py`)."""
     return UnsupportedError(
         "A forward calls a part of a block (block.norm(x)), or uses its weight, outside of the block's own forward, "
-        f"where each device has a part of the parameter. PyTorch: {error.split(',')[0]}.",
-        allowed="A forward that calls the blocks, or a plan that has the model whole on each device.",
+        "which the first call of its kind did not do, and each device has a part of the parameter. "
+        f"PyTorch: {error.split(',')[0]}.",
+        allowed="A forward that does so from its first call on, or a plan that has the model whole on each device.",
         fix='...(plan="replicate=2")  # with as many devices as you have',
         link="docs/limits.md#parameters",
     )
