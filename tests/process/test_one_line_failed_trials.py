@@ -122,6 +122,31 @@ def test_what_is_said_of_a_pair_of_tensors_is_what_stopped_its_rows(accelerator)
         model((torch.randn(8, 6).cuda(), lengths))
 
 
+class WithTheFirst(nn.Linear):
+    """Compares what a list has with its first entry, the way in which no two devices can share it."""
+
+    def forward(self, pictures: list[Tensor]) -> Tensor:
+        first = super().forward(pictures[0]).detach().sum().item()
+        return sum(super(WithTheFirst, self).forward(one).mean() * (1 + first) for one in pictures)
+
+
+def test_a_list_of_pictures_with_one_row_each_has_not_too_few_rows(accelerator):
+    accelerator("replicate=2", strict=True)
+    model = WithTheFirst(6, 2).cuda()
+    with pytest.raises(UnsplitError, match=f"^{WHOLE}: (?!the batch has fewer rows)"):
+        model([torch.randn(1, 6).cuda() for _ in range(4)])
+
+
+def test_a_call_without_tensors_has_no_rows_rather_than_too_few(accelerator, capsys):
+    class OfNumbers(nn.Linear):
+        def forward(self, numbers: list[float]) -> Tensor:
+            return super().forward(torch.tensor(numbers, device=self.weight.device)).sum()
+
+    accelerator("replicate=2", strict=True)
+    OfNumbers(6, 2).cuda()([0.5] * 6).backward()
+    assert f"{WHOLE}: no input is a tensor with rows" in capsys.readouterr().out
+
+
 def test_a_fault_of_ours_is_a_warning_with_its_traceback(accelerator):
     accelerator("replicate=2")
     with pytest.warns(TrialWarning, match="RaisesUnderOurModes on a few rows failed by a fault of moreh_ap") as warned:

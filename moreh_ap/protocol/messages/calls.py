@@ -63,8 +63,14 @@ UNSPLIT = "Every device computes the whole batch"
 """Beginning of the note of an unsplit call."""
 
 FEWER_ROWS = "the batch has fewer rows than there are devices"
+NO_ROWS = "no input is a tensor with rows"
 SINGLE_ROW = "the input is a single row, without a dim of rows"
 """Ends of such notes where the batch has too few rows to be split."""
+
+
+def why_too_few(rows: int | None) -> str:
+    """Returns why a batch of so many rows, None where no input has any, is too small for the devices."""
+    return NO_ROWS if rows is None else FEWER_ROWS
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from moreh_ap.protocol.batch import carries_rows
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import (
-    FEWER_ROWS,
     UNSPLIT,
     AddsMembers,
     DefineSignature,
@@ -42,6 +41,7 @@ from moreh_ap.protocol.messages.calls import (
     KeepsLists,
     NotRun,
     ReadsAttributes,
+    why_too_few,
 )
 from moreh_ap.protocol.objects.batch_items import Arguments, find_items
 from moreh_ap.protocol.objects.listed_rows import LISTED_ROWS
@@ -339,7 +339,7 @@ class CallPreparation:
         workers, pieces = call.axis.size, self.model.plan.micro_batches if call.grad else 1
         is_short = self._is_short(rows, call.axis)
         if workers * pieces == 1 or rows is None or (is_short and not self._may_lend_rows(call, rows, wants_grad)):
-            reason = f"{UNSPLIT}: {FEWER_ROWS}" if workers > 1 else ""
+            reason = f"{UNSPLIT}: {why_too_few(rows)}" if workers > 1 else ""
             if kind not in self.verdicts:
                 join_opened_blocks(call, args, kwargs, self._looked_at)
                 may_turn = is_short and pieces == 1 and not any(local)
@@ -354,7 +354,7 @@ class CallPreparation:
             )
             self.model.device.give_back(is_start=not self.verdicts)
             if is_short and not may_lack_rows(verdict):
-                verdict = SplitVerdict.unsplit(FEWER_ROWS)
+                verdict = SplitVerdict.unsplit(why_too_few(rows))
             self._faults = verdict.faults
             if verdict.written:
                 require_full_parameters(self.model.module, self.model.plan, verdict.written[0])
@@ -395,6 +395,6 @@ class CallPreparation:
         if item_kind not in self.verdicts:
             found = check_items(call, items)
             self._faults += found.faults
-            before = UNSPLIT if rows is None else f"{verdict.reason}. As {items.count} items"
+            before = UNSPLIT if (rows or 0) < call.axis.size else f"{verdict.reason}. As {items.count} items"
             self.verdicts[item_kind] = found if found.split else replace(found, reason=f"{before}: {found.reason}")
         return item_kind, self.verdicts[item_kind]

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from moreh_ap.errors import ExactnessError, TrialError, TrialWarning, UnsplitError
-from moreh_ap.protocol.messages.calls import FEWER_ROWS, SINGLE_ROW, UNSPLIT, AddsMembers, KeepsLists, ReadsAttributes
+from moreh_ap.protocol.messages.calls import (
+    FEWER_ROWS,
+    NO_ROWS,
+    SINGLE_ROW,
+    UNSPLIT,
+    AddsMembers,
+    KeepsLists,
+    ReadsAttributes,
+)
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure, form_of
 from moreh_ap.session.outbox import Posted
@@ -155,7 +163,7 @@ def _note_faults(model: RemoteModel, replies: Sequence[Any]) -> TrialError | Non
 
 
 def _is_refused(model: RemoteModel, structure: Structure) -> bool:
-    is_whole = structure.note.startswith(UNSPLIT) and not structure.note.endswith((FEWER_ROWS, SINGLE_ROW))
+    is_whole = structure.note.startswith(UNSPLIT) and not structure.note.endswith((FEWER_ROWS, NO_ROWS, SINGLE_ROW))
     return model.session.options.strict and is_whole
 
 
