@@ -248,11 +248,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.nn.Module._apply", "device/patches parallelizer/state"),
     ),
     *_names(
-        "Runs hooks of the script where the module is called.",
-        (
-            "torch.nn.Module._backward_hooks",
-            "protocol protocol/script_code session/models session/own_process session/verification",
-        ),
+        "Runs hooks of the script where the module is called, and keeps those on parameters.",
+        ("torch.Tensor._post_accumulate_grad_hooks", "device/patches"),
+        ("torch.nn.Module._backward_hooks", "*"),
         (
             "torch.nn.Module._backward_pre_hooks",
             "protocol protocol/script_code session/models session/own_process session/verification",

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.device import autocast, host_functions, transfers, wrapped_tensors
 from moreh_ap.device.host_tensors import HostTensor, has_host_tensor, mark, on_accelerator, put, without_class
 from moreh_ap.device.operations import ASKED
+from moreh_ap.device.patches.parameter_hooks import KNOWN, after_backward, changed
 from moreh_ap.device.tensor import ORDINARY, VirtualTensor, has_accelerator_tensor, place
 from moreh_ap.device.tensor_classes import call_classed, is_classed
 from moreh_ap.device.transfers import is_accelerator, move
@@ -213,6 +214,9 @@ def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if backend is None:
         return func(*args, **kwargs)
     found = backend.gradients(func, args, kwargs)
+    if KNOWN.hooks:
+        named = (args[1],) if isinstance(args[1], Tensor) else args[1]
+        found = tuple(map(changed, named, found))
     if has_host_tensor(args[1]):
         inputs = (args[1],) if isinstance(args[1], Tensor) else args[1]
         mark([gradient for one, gradient in zip(inputs, found) if type(one) is HostTensor])
@@ -221,10 +225,16 @@ def _grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _backward(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     backend = IN_FORCE.backend
+    if KNOWN.hooks and not KNOWN.are_waiting:
+        with after_backward():
+            return _backward(func, args, kwargs)
     return func(*args, **kwargs) if backend is None else backend.backward(func, args, kwargs)
 
 
 def _backward_of_tensor(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if KNOWN.hooks and not KNOWN.are_waiting:
+        with after_backward():
+            return _backward_of_tensor(func, args, kwargs)
     backend, tensor = IN_FORCE.backend, args[0]
     if type(tensor) is HostTensor and kwargs.get("inputs") is None and len(args) < 5:
         with without_class([one for one in (*args, *kwargs.values()) if type(one) is HostTensor]):

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from moreh_ap.device import tensor as virtual_tensors
+from moreh_ap.device.patches import parameter_hooks
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
 from moreh_ap.device.values import Cell, Here
 
@@ -122,7 +123,8 @@ class HostTensor(VirtualTensor):
             return torch.Tensor.item(self)
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        self._refuse_hook_on_parameter("register_hook")
+        if "_is_param" in self.__dict__:
+            return parameter_hooks.add(self, hook)
         return torch.Tensor.register_hook(self, lambda gradient: hook(mark(gradient)))  # type: ignore[no-untyped-call]
 
     def retain_grad(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from moreh_ap.device.patches import parameter_hooks
 from moreh_ap.device.storage import AddressOnly, mark
 from moreh_ap.device.values import Cell, CellUser, Here
 from moreh_ap.errors import UnsupportedError
@@ -180,7 +181,8 @@ class VirtualTensor(torch.Tensor):
         return place(made) if self.is_cuda else made
 
     def register_hook(self, hook: Any) -> Any:
-        self._refuse_hook_on_parameter("register_hook")
+        if getattr(self, "_is_param", False):
+            return parameter_hooks.add(self, hook)
         return self._watch_gradient(_observing(hook)) or super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def retain_grad(self) -> None:
@@ -204,16 +206,9 @@ class VirtualTensor(torch.Tensor):
         return None if watch is None else watch(self.output_nr, watcher, adds_up)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        self._refuse_hook_on_parameter("register_post_accumulate_grad_hook")
-        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _refuse_hook_on_parameter(self, name: str) -> None:
         if getattr(self, "_is_param", False):
-            raise UnsupportedError(
-                f"Parameter.{name}: gradients of parameters stay on the workers, where the hook would not run.",
-                allowed="Reading and changing parameter.grad after backward(); hooks on other tensors.",
-                fix="parameter.grad.mul_(2)  # after loss.backward()",
-            )
+            return parameter_hooks.add(self, hook, on_sum=True)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def to_host(self) -> Tensor:
         """Returns the value as an ordinary CPU tensor, detached and with memory of its own; may wait."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moreh_ap.device.cuda import legacy_types
 from moreh_ap.device.host_tensors import HostTensor, mark, put, to_accelerator, to_host
+from moreh_ap.device.patches import parameter_hooks
 from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor
 from moreh_ap.device.values import InFile
 
@@ -178,9 +179,11 @@ def swap(first: Tensor, second: Tensor) -> None:
     """
     if first.is_leaf and first.requires_grad:
         torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
+    hooks = parameter_hooks.take(first, is_virtual=isinstance(first, VirtualTensor))
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
     torch._C._swap_tensor_impl(first, second)  # type: ignore[attr-defined]
+    parameter_hooks.give_back(first, hooks, is_virtual=isinstance(first, VirtualTensor))
 
 
 def _refuse_backward(gradients: Any) -> None:

@@ -818,11 +818,25 @@ def test_hooks_on_modules_come_and_go_with_the_script():
     assert_same(*on_both(script))
 
 
-@once
-def test_hooks_on_parameters_are_refused():
-    parameter = nn.Linear(2, 2).cuda().weight
-    with pytest.raises(UnsupportedError, match="gradients of parameters stay on the workers"):
-        parameter.register_hook(lambda gradient: None)
+def test_hooks_on_parameters_get_and_change_the_gradients_of_a_backward():
+    def script(device):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(4, 4)
+        first, _, last = model
+        first.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))  # the model moves afterwards
+        removed = first.bias.register_hook(lambda gradient: gradient * 9)
+        model.to(device)
+        removed.remove()
+        seen, x = [], x.to(device)
+        last.bias.register_hook(lambda gradient: seen.append(gradient.clone()))
+        last.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad.clone()))
+        for _ in range(2):
+            model(x).square().mean().backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        asked = torch.autograd.grad(model(x).square().mean(), [first.weight, first.bias])
+        return [*sorted(seen, key=lambda one: one.ndim), *gradients, *asked]
+
+    assert_same(*on_both(script))
 
 
 def test_transformers_record_hidden_states():
