@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moreh_ap.integrations import transformers_worker
+from moreh_ap.integrations import keras_worker, transformers_worker
 from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.parallelizer.loss import chunked_cross_entropy, postponed_mean
 from moreh_ap.parallelizer.surroundings import dense_gradients, own_collectives, unseen_gathers
@@ -20,6 +20,7 @@ def install() -> Patches:
     process_flags.install(patches)
     transformers_worker.install(patches)
     transformers_worker.note_recorded(patches)
+    keras_worker.install(patches)
     own_collectives.install(patches)
     dense_gradients.install(patches)
     unused_parameters.install(patches)
