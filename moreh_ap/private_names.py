@@ -308,6 +308,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     *_names(
         "Operations below autograd that tables of ours name.",
         ("torch.ops.aten._index_put_impl_", "device"),
+        ("torch.ops.aten._local_scalar_dense", "device"),
         ("torch.ops.aten._log_softmax", "parallelizer/loss protocol"),
         ("torch.ops.aten._log_softmax_backward_data", "parallelizer/loss protocol"),
         ("torch.ops.aten._scaled_dot_product_cudnn_attention", "parallelizer/data"),
