@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import torch.distributed.distributed_c10d as dist
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -28,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, fsdp_roots, param_groups, set_param_groups, settle
 from moreh_ap.parallelizer.data.outer_layers import WatchedParameters
+from moreh_ap.parallelizer.mesh import Axis
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -49,7 +50,7 @@ def joining_opened(trial: Callable[Concatenate[Call, _P], _T]) -> Callable[Conca
             found = []
             with noticing(call.module) as opened, suppress(BlocksOpened):
                 found.append(trial(call, *args, **kwargs))
-            names = _on_all_workers(opened)
+            names = _on_all_workers(opened, call.axis)
             if not names:
                 return found[0]
             join(call.module, names)
@@ -128,12 +129,12 @@ def _watched(owner: nn.Module, on_read: Callable[[], None]) -> Iterator[None]:
         object.__setattr__(owner, "_parameters", own)
 
 
-def _on_all_workers(names: list[str]) -> list[str]:
-    """Returns the names that any worker has, in the same order on all. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def _on_all_workers(names: list[str], axis: Axis) -> list[str]:
+    """Returns the names that any worker has which shares the batch, in the same order on all. A collective."""
+    if axis.size == 1:
         return sorted(names)
-    gathered: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, names)
+    gathered: list[list[str]] = [[] for _ in range(axis.size)]
+    dist.all_gather_object(gathered, names, group=axis.group)
     return sorted({name for each in gathered for name in each})
 
 
