@@ -200,13 +200,12 @@ def resolve_options(
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[str]:
-    """Returns a sentence for each variable that looks like one of ours and is none, in the order of their names."""
+    """Returns a sentence for each variable whose name is nearly that of one of ours, in the order of their names."""
     found = []
     for name in sorted(environment):
         if name.startswith("MOREH_") and not name.startswith("MOREH_AP") and name not in VARIABLES:
             near = difflib.get_close_matches(name[6:], [known[6:] for known in sorted(VARIABLES)], 1)
-            end = f": MOREH_{near[0]} is its nearest name." if near else "."
-            found.append(f"The variable {name} is not read{end}")
+            found += [f"The variable {name} is not read: the nearest name that is read is MOREH_{one}." for one in near]
     return found
 
 

@@ -120,11 +120,10 @@ def test_the_plan_of_the_environment_is_used_unless_the_line_names_one(enabled, 
     assert caught.value.fix == "export MOREH_PLAN=shard=2"
 
 
-def test_variables_that_nothing_reads_are_named_with_the_nearest_that_is_read():
-    environment = {"MOREH_DEVICES": "2", "MOREH_0": "1", "MOREH_PLAN": "shard=2", "MOREH_AP_CACHE": "/", "HOME": "/"}
+def test_variables_with_nearly_the_name_of_one_that_is_read_are_named():
+    environment = {"MOREH_DEVICES": "2", "MOREH_CI_PART": "1", "MOREH_PLAN": "shard=2", "MOREH_AP_CACHE": "/", "HOME": "/"}
     assert settings.unread_variables(environment) == [
-        "The variable MOREH_0 is not read.",
-        "The variable MOREH_DEVICES is not read: MOREH_NUM_DEVICES is its nearest name.",
+        "The variable MOREH_DEVICES is not read: the nearest name that is read is MOREH_NUM_DEVICES.",
     ]
 
 

@@ -8,7 +8,7 @@ from moreh_ap.accelerator import enabling
 from moreh_ap.settings import Options
 
 
-def test_variables_that_nothing_reads_are_warned_of(monkeypatch, capsys):
+def test_a_variable_with_nearly_the_name_of_one_that_is_read_is_warned_of(monkeypatch, capsys):
     class Starts:
         def __init__(self, options):
             self.closed = False
@@ -22,4 +22,4 @@ def test_variables_that_nothing_reads_are_warned_of(monkeypatch, capsys):
     with pytest.raises(ZeroDivisionError):
         enabling.make_accelerator(Options())
     printed = "".join(capsys.readouterr())
-    assert "[warning] The variable MOREH_DEVICES is not read: MOREH_NUM_DEVICES is its nearest name." in printed
+    assert "[warning] The variable MOREH_DEVICES is not read: the nearest name that is read is MOREH_NUM_DEVICES." in printed
