@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -62,6 +63,7 @@ class ModelRegistry:
         self._models: weakref.WeakSet[RemoteModel] = weakref.WeakSet()
         self._announced: set[str] = set()
         self._environment, self._import_path = ScriptEnvironment(), ImportPath()
+        self._arguments: list[str] = []  # `sys.argv`, as the workers know it
         self._run_here: IdentityTable[nn.Module, bool | None] = IdentityTable()  # see `_runs_here`
         self._calling_here = threading.local()  # whether this thread is in `call_here`
         # Of models that have left the workers to be timed in this process.
@@ -90,13 +92,16 @@ class ModelRegistry:
                 model.phase.enter(ModelPhase.DIVIDED)
 
     def _announce(self, root: nn.Module) -> None:
-        """Has the workers import the model's modules while the script prepares its data, in its environment."""
+        """Has the workers import the model's modules while the script prepares its data, with its environment and
+        arguments."""
         names = {type(module).__module__ for module in root.modules()} - {"__main__"}
         news = tuple(sorted(name for name in names - self._announced if not name.startswith("torch.")))
         environment, folders = self._environment.news(), self._import_path.news()
-        if news or environment or folders:
+        arguments = () if sys.argv == self._arguments else tuple(sys.argv)
+        if news or environment or folders or arguments:
             self._announced.update(news)
-            self._session.outbox.submit(ImportModules(news, environment, folders))
+            self._arguments = list(sys.argv)
+            self._session.outbox.submit(ImportModules(news, environment, folders, arguments))
 
     def any(self) -> bool:
         """Returns whether a model is on the workers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,21 @@ def test_a_model_of_a_folder_that_the_script_imports_from_since_the_line(
     model, x = late.Late(4, 3), torch.rand(6, 4)
     expected = model(x, of_late.Scale())
     assert torch.allclose(model.cuda()(x.cuda(), of_late.Scale()).cpu(), expected)
+
+
+class ReadsArguments(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (2 if "--double" in sys.argv else 1)
+
+
+def test_a_forward_that_reads_the_arguments_of_the_script(
+    accelerator: Callable[[str], Session], monkeypatch: pytest.MonkeyPatch
+):
+    accelerator("replicate=2")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--double"])
+    model, x = ReadsArguments(4, 3), torch.rand(6, 4)
+    expected = model(x)
+    assert torch.allclose(model.cuda()(x.cuda()).cpu(), expected)
 
 
 def test_a_hook_writes_its_file_once_and_of_the_whole_batch(accelerator: Callable[[str], Session], tmp_path: Path):

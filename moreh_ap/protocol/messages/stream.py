@@ -31,11 +31,13 @@ class ImportModules:
         names: The modules.
         environment: Variables that the script has set since, and their values.
         folders: Folders that it imports from since.
+        arguments: The script's `sys.argv`; empty: as the workers know it.
     """
 
     names: tuple[str, ...]
     environment: tuple[tuple[str, str], ...] = ()
     folders: tuple[AddedFolder, ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

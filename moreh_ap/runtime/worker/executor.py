@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,6 +144,7 @@ class WorkerExecutor:
     def _import_modules(self, command: ImportModules) -> None:
         os.environ.update(command.environment)
         import_path.add_here(command.folders)
+        sys.argv[:] = command.arguments or sys.argv
         for name in command.names:
             with contextlib.suppress(ImportError):  # a hint: building the model will say what is missing
                 importlib.import_module(name)

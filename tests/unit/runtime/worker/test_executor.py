@@ -57,6 +57,12 @@ def test_modules_are_imported_with_the_variables_that_the_script_has_set(executo
     assert sys.modules.pop("reads_its_backend").BACKEND == "torch"
 
 
+def test_the_arguments_of_the_script_are_those_of_the_worker(executor, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["worker"])
+    executor.execute(Batch((ImportModules((), arguments=("train.py", "--gelu")), ImportModules(("math",)))))
+    assert sys.argv == ["train.py", "--gelu"]
+
+
 def test_an_attribute_that_only_the_scripts_parameter_has_is_refused_by_its_name(executor):
     layer = nn.Linear(2, 2)
 
