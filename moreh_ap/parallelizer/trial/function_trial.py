@@ -36,7 +36,7 @@ from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
-from moreh_ap.parallelizer.trial.row_comparison import close
+from moreh_ap.parallelizer.trial.row_comparison import check_denominators, close
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -123,10 +123,8 @@ class Trial:
         self._adds_to_more = self._adds_to_one_device_s()
 
     def decide_on_module(self) -> tuple[Step, Sequence[Double | None]] | None:
-        """Returns the step of a module that works row by row, and what its results are; None if rows meet in it.
-
-        Every call draws the numbers of its rows, and the streams are left as they were.
-        """
+        """Returns the step of a module that works row by row, and what its results are; None if rows meet in it, or it
+        takes means of what every worker has. Every call draws for its rows; the streams are left as they were."""
         (rules, draws), total = self._within, sum(self._rows)
         device, drawing = self._device if self._device.type == "cuda" else None, drawn_in_turn(draws, total)
         recording = GlobalReduction(self._device, record=True, rules=rules) if self.takes_means else nullcontext()
@@ -135,14 +133,17 @@ class Trial:
             wanted = [leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))]
         denominators = full.global_denominators if full is not None else ()
         for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
-            results, apart, ends = [], (ReadNumbers(), ReadNumbers()), (0, self._rows[0], total)
+            results, counted, apart, ends = [], [], (ReadNumbers(), ReadNumbers()), (0, self._rows[0], total)
             for which in (0, 1):
                 args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
                 reduction = GlobalReduction(self._device, denominators=denominators, rules=rules)
                 own = reduction if self.takes_means else nullcontext()
                 try:
                     with streams_untouched(device), own, apart[which], drawing(*ends[which : which + 2]):
-                        results.append([leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))])
+                        made = tensors_of(self._func(*args, **kwargs))
+                    counted.append(reduction.local_denominators)
+                    check_denominators(denominators if which else (), counted)
+                    results.append([leaf.detach() for leaf in made])
                 except Exception:  # whatever the module raises for such slices: it does not work on them
                     break
             found = self._compare(wanted, results)
@@ -189,8 +190,7 @@ class Trial:
         first = None if given[0] is None else given[0].placement
         if not (is_index or self._name in _REORDERS[0]) or len(wanted) != 1 or not isinstance(first, Rows):
             return None
-        result = wanted[0]
-        has_as_many = first.dim < result.ndim and result.shape[first.dim] == tensors[0].shape[first.dim]
+        has_as_many = first.dim < wanted[0].ndim and wanted[0].shape[first.dim] == tensors[0].shape[first.dim]
         return first if has_as_many else None
 
     def _cut_again(self) -> list[Double | None]:

@@ -112,6 +112,19 @@ def test_a_module_that_counts_rows_up_is_looked_into():
     assert steps["mul"].results == (Rows(0),) and not steps["mul"].gathers
 
 
+class Scaled(nn.Linear):
+    """A layer whose weight is scaled by a mean of its own, which has no rows (XNOR-Net)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * self.weight.abs().mean(), self.bias)
+
+
+def test_a_module_that_takes_a_mean_of_its_weight_is_looked_into():
+    steps = learn(Scaled(4, 2))
+    assert steps["module Scaled"].enters and steps["mean"].results == ()
+    assert steps["linear"].results == (Rows(0),) and not steps["linear"].gathers
+
+
 def test_rows_that_are_chosen_are_all_on_every_worker():
     step = learn(lambda x: x[x[:, 0].topk(3)[1]])["__getitem__"]
     assert step.gathers and not step.cuts and step.results == (None,)
