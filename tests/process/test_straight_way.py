@@ -22,8 +22,9 @@ WARM_UP_STEPS = 12  # the first ones build the optimizer's state, and the sixth 
 MAX_FILES, MAX_CHANGES = 15, 150  # 14 until commands went over connections of ours, not through the engine's files
 MAX_FILES_OF_WORKER = 18  # 14 until a mean took a collective less, commands came over those, and memory told of draws
 
-NOTES_THE_BEGINNING = "protocol/messages/lasting_commands.py"
-"""Workers note in it that they have imported the module with the trace, which has begun by then."""
+OF_THE_TRACE = {"protocol/messages/lasting_commands.py", "import_hook.py"}
+"""In the first, workers note that they have imported the module that begins the trace; through the second they import
+the one that ends it."""
 
 
 def listed(heading: str) -> list[str]:
@@ -95,7 +96,7 @@ def test_a_worker(step_and_session: tuple[Callable[[], float], Session]) -> None
         session.outbox.submit(ImportModules(("step_trace_end",))).result()
     for pid in session.workers.pids:
         file = result_file(pid)
-        files = [name for name in file.read_text().split("\n") if name != NOTES_THE_BEGINNING]
+        files = [name for name in file.read_text().split("\n") if name not in OF_THE_TRACE]
         file.unlink()
         assert files == listed("In a worker"), set(files) ^ set(listed("In a worker"))
         assert len(files) <= MAX_FILES_OF_WORKER

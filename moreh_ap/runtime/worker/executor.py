@@ -143,7 +143,8 @@ class WorkerExecutor:
 
     def _import_modules(self, command: ImportModules) -> None:
         os.environ.update(command.environment)
-        import_path.add_here(command.folders)
+        if command.folders:
+            import_path.add_here(command.folders)
         sys.argv[:] = command.arguments or sys.argv
         for name in command.names:
             with contextlib.suppress(ImportError):  # a hint: building the model will say what is missing
