@@ -161,7 +161,9 @@ def test_an_ended_script_leaves_nothing_on_any_host_and_keys_are_in_memory_alone
     assert "\nrank 0 of 4\n" in said and said.count("forward begins") == 1, "what all print is shown once"
     for host in "ab":
         forked = [pid for pid in lab.processes(host) if "warm_program" in _command(pid)]
-        assert len(forked) == 3, "what imports PyTorch once for this host, and the two workers that it has forked"
+        workers = [pid for pid in forked if Path(f"/proc/{pid}/comm").read_text().startswith("moreh-worker-")]
+        assert len(workers) == 2
+        assert len(forked) - 2 in (1, 2), "what imports PyTorch once for this host, and a copy that has imported more"
     try:
         _assert_no_key_can_be_read(lab)
     finally:
