@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from outer_layers_jobs import VOCABULARY, WIDTH, batch, train_alone
 from parallelizer_jobs import Runner
 from parallelizer_models import ADAMW
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from moreh_ap.parallelizer.data.fsdp import fsdp_modules, param_groups
 from moreh_ap.plan import Plan
 
-LENGTH, VOCABULARY, WIDTH, ROWS, NUM_BLOCKS = 6, 61, 16, 8, 3
+NUM_BLOCKS = 3
 
 
 class FeedForward(nn.Module):
@@ -116,12 +117,6 @@ class Model(nn.Module):
         return block(hidden)
 
 
-def batch(step: int) -> dict[str, Any]:
-    """Returns the rows of a step."""
-    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
-    return {"ids": ids, "later": step >= 2}
-
-
 def make(kind: str) -> nn.Module:
     """Returns the same model at every call."""
     torch.manual_seed(1)
@@ -130,17 +125,7 @@ def make(kind: str) -> nn.Module:
 
 def alone(kind: str, steps: int) -> tuple[list[float], dict[str, Tensor | None], dict[str, Tensor]]:
     """Returns losses, first gradients and final weights of plain PyTorch."""
-    model, losses, gradients = make(kind), [], {}
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    for step in range(steps):
-        loss, _ = model(**batch(step))
-        loss.backward()
-        if not step:
-            gradients = {name: p.grad if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}
+    return train_alone(make(kind), steps)
 
 
 def train(rank: int, world: int, kind: str, plan: str, steps: int) -> Any:

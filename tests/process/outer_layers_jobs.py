@@ -94,9 +94,9 @@ def make(kind: str) -> nn.Module:
     return Model(kind)
 
 
-def alone(kind: str, steps: int) -> tuple[list[float], dict[str, Tensor | None], dict[str, Tensor]]:
+def train_alone(model: nn.Module, steps: int) -> tuple[list[float], dict[str, Tensor | None], dict[str, Tensor]]:
     """Returns losses, first gradients and final weights of plain PyTorch."""
-    model, losses, gradients = make(kind), [], {}
+    losses, gradients = [], {}
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for step in range(steps):
         loss, _ = model(**batch(step))
@@ -107,6 +107,11 @@ def alone(kind: str, steps: int) -> tuple[list[float], dict[str, Tensor | None],
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses, gradients, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def alone(kind: str, steps: int) -> tuple[list[float], dict[str, Tensor | None], dict[str, Tensor]]:
+    """Returns losses, first gradients and final weights of plain PyTorch."""
+    return train_alone(make(kind), steps)
 
 
 def train(rank: int, world: int, kind: str, plan: str, steps: int, least: int) -> Any:
