@@ -131,7 +131,7 @@ class Trial:
         with streams_untouched(device), recording as full, ReadNumbers() as together, drawing(0, total):
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
             wanted = [leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))]
-        denominators = full.global_denominators if full is not None else ()
+        denominators, counts = ((), ()) if full is None else (full.global_denominators, full.local_denominators)
         for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
             results, counted, apart, ends = [], [], (ReadNumbers(), ReadNumbers()), (0, self._rows[0], total)
             for which in (0, 1):
@@ -142,7 +142,7 @@ class Trial:
                     with streams_untouched(device), own, apart[which], drawing(*ends[which : which + 2]):
                         made = tensors_of(self._func(*args, **kwargs))
                     counted.append(reduction.local_denominators)
-                    check_denominators(denominators if which else (), counted)
+                    check_denominators(counts if which else (), counted)
                     results.append([leaf.detach() for leaf in made])
                 except Exception:  # whatever the module raises for such slices: it does not work on them
                     break

@@ -168,9 +168,14 @@ class InterleavedProbe(GatheringProbe):
     that are neighbours have one."""
 
     def _choose_rows(self) -> list[int]:
-        chosen = super()._choose_rows()
-        half = len(chosen) // 2
-        return [one for pair in zip(chosen[:half], chosen[half:], strict=True) for one in pair]
+        return interleaved(super()._choose_rows())
+
+
+def interleaved(rows: Sequence[int]) -> list[int]:
+    """Returns rows with each of the first half before one of the second."""
+    half = -(-len(rows) // 2)
+    pairs = itertools.zip_longest(rows[:half], rows[half:])
+    return [row for pair in pairs for row in pair if row is not None]
 
 
 def gathering_probes(

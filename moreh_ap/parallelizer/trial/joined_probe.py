@@ -182,14 +182,19 @@ class JoinedProbe(Probe):
 
         return alone, attempt(run, call.module)
 
-    def find_parts(self) -> tuple[Part, ...] | None:
+    def find_parts(self, *, until_errors: bool = False) -> tuple[Part, ...] | None:
         """Returns which normalisations take their statistics of parts of the batch that workers have whole; None if
         some take those of other rows than a worker's or all. A collective. See [Note: how many parts] in
-        `batch_parts.py`."""
+        `batch_parts.py`.
+
+        Args:
+            until_errors: Whether the rows of a worker may raise an error by themselves behind all normalisations.
+        """
         axis, sizes = self.call.axis, []
         for start, stop in (row_range(axis.rank, axis.size, self.rows), (0, self.rows)):
             alone, reason = self._run_alone(*self._arguments(range(start, stop)), ())
-            sizes.append(None if reason else alone.sizes)
+            may_fail = until_errors and stop - start < self.rows
+            sizes.append(None if reason and not may_fail else alone.sizes)
         everyone: list[Any] = [None] * axis.size
         dist.all_gather_object(everyone, sizes, group=axis.group)
         own, of_batch = zip(*everyone, strict=True)

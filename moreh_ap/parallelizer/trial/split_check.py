@@ -292,7 +292,8 @@ class _Trials:
         found = joined.found
         if found.split and not joined.counts_rows:
             return found
-        parts = PlacedJoinedProbe(self._call, self._args, self._kwargs, self._rows, each=each).find_parts()
+        probe = PlacedJoinedProbe(self._call, self._args, self._kwargs, self._rows, each=each)
+        parts = probe.find_parts(until_errors=bool(found.steps))  # behind steps that gather, a worker may need all rows
         alike = range(self._rows, self._rows + 1)
         if parts and not found.steps:
             return replace(self._try_rules(PartsProbe, untried, each).found, sizes=alike)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moreh_ap.parallelizer.observation.recorded_calls import Called
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import REST, Step
-from moreh_ap.parallelizer.trial.gathering_probe import with_numbers_of
+from moreh_ap.parallelizer.trial.gathering_probe import interleaved, with_numbers_of
+
+
+@pytest.mark.parametrize(("rows", "order"), [(6, [0, 3, 1, 4, 2, 5]), (5, [0, 3, 1, 4, 2])])
+def test_rows_of_both_halves_of_a_batch_are_beside_each_other(rows: int, order: list[int]):
+    assert interleaved(range(rows)) == order
+
 
 STEPS = (Step("arange", follows=(RowCount(0, 1),)), Step("module Router"), Step("lt"), Step("add"))
 

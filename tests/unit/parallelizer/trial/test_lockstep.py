@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from moreh_ap.parallelizer.observation.recorded_calls import NumberRecorder
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
@@ -123,6 +124,20 @@ def test_a_module_that_takes_a_mean_of_its_weight_is_looked_into():
     steps = learn(Scaled(4, 2))
     assert steps["module Scaled"].enters and steps["mean"].results == ()
     assert steps["linear"].results == (Rows(0),) and not steps["linear"].gathers
+
+
+class Packed(nn.LSTM):
+    """Pads to the longest sequence of the batch, of which a row knows nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = 1 + (x > 0).sum(1).clamp(max=x.shape[1] - 1)
+        packed = pack_padded_sequence(x[..., None], lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(super().forward(packed)[0], batch_first=True)[0]
+
+
+def test_a_module_that_pads_to_the_longest_sequence_is_one_step():
+    step = learn(Packed(1, 2, batch_first=True))["module Packed"]
+    assert (step.enters, step.gathers, step.results) == (False, False, (Rows(0),))
 
 
 def test_rows_that_are_chosen_are_all_on_every_worker():
