@@ -247,6 +247,53 @@ def test_the_same_plan_and_seed_give_the_same_bits_and_another_seed_other_masks(
     assert losses(5) == losses(5) != losses(6)
 
 
+class PenalisedModel(PickyModel):
+    """Adds a penalty on the weights of its first block to the loss, which the last stage computes."""
+
+    def forward(self, x, y):
+        return super().forward(x, y) + sum(one.square().mean() for one in self.blocks[0].parameters())
+
+
+def test_a_penalty_on_the_weights_of_another_stage_is_that_of_one_device(accelerator):
+    accelerator("pipeline=2")
+    inputs, targets = torch.randn(8, 4), torch.randn(8, 1)
+
+    def script(device):
+        model = PenalisedModel(0, "").to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            losses.append(model(inputs.to(device), targets.to(device)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses], on_host(model)
+
+    assert_same(*on_both(script))
+
+
+class WanderingModel(PickyModel):
+    """Goes to its blocks as its caller says."""
+
+    def forward(self, x, y, way):
+        h = self.embed(x)
+        for block in self.blocks:
+            h = h + (block.forward(h) if way == "forward" else block(h))
+        if way == "penalty":
+            h = h + self.blocks[0].linear.weight.square().mean()
+        return nn.functional.mse_loss(self.head(h), y)
+
+
+@pytest.mark.parametrize(("way", "why"), [("forward", "a part of a block"), ("penalty", "is used where that did not")])
+def test_a_later_call_that_goes_another_way_through_the_stages_is_refused(accelerator, way, why):
+    accelerator("pipeline=2")
+    model, x, y = WanderingModel(0, "").to("cuda"), torch.randn(4, 4, device="cuda"), torch.randn(4, 1, device="cuda")
+    model(x, y, "").backward()
+    with pytest.raises(UnsupportedError, match=why):
+        model(x, y, way)
+    assert model(x, y, "").item() > 0  # and the accelerator goes on
+
+
 @pytest.mark.parametrize(("world", "text"), [(2, "pipeline=2"), (4, "shard=2,pipeline=2")])
 def test_both_copies_of_tied_weights_are_bit_equal_after_100_steps(team, world, text):
     found = team.run(world, train_tied, plan=text, steps=100)

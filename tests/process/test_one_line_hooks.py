@@ -80,7 +80,7 @@ def test_a_hook_keeps_outputs_in_a_dict_of_the_model(session, grows, capsys):
         return [*trace, *model.features.values(), *gradients(model)]
 
     expected, got = on_both(script)
-    assert_same(expected, got)
+    assert_same(expected, got, atol=1e-5)  # the gradient of the bias before a normalisation is zero but for rounding
     assert ("Every device computes the whole batch" in capsys.readouterr().out) == grows
 
 

@@ -215,10 +215,11 @@ class Stage(nn.Module):
 
 
 class _Placeholder(nn.Module):
-    """Stands for a module; its attributes are that module's."""
+    """Stands for a module; its attributes, parameters and submodules are that module's."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
+        self.__dict__.update({name: vars(original)[name] for name in ("_parameters", "_buffers", "_modules")})
         object.__setattr__(self, "_original", original)
 
     def __getattr__(self, name: str) -> Any:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import get_rank, get_world_size
 
+from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.mesh import Axis, subgroup
 from moreh_ap.parallelizer.pipeline.stage import Stage
-from moreh_ap.parallelizer.pipeline.trace import Trace
+from moreh_ap.parallelizer.pipeline.trace import Trace, Uncuttable, trace_again
 from moreh_ap.parallelizer.state.loading import local_shard
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.plan import Plan
@@ -63,7 +64,7 @@ class Stages:
         self.schedules: dict[int, tuple[Any, list[Any]]] = {}
         self._found = found
         self._module = module
-        holders = {name: self._holders_of(name) for name, _ in module.named_parameters()}
+        holders = {name: self._holders_of(name, found) for name, _ in module.named_parameters()}
         self._first_holder = {}
         for name, stages in holders.items():
             for tied in _with_tied_names(module, {name}):
@@ -88,6 +89,37 @@ class Stages:
         told = [found]
         dist.broadcast_object_list(told, group=self.axis.group, group_src=self.last_worker)
         return told[0]
+
+    def check(self, meta_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Checks that every stage has what a call of the model needs of it.
+
+        Args:
+            meta_module: The model on meta, without a plan.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments, likewise.
+
+        Raises:
+            UnsupportedError: The call goes another way through the model than the first one, for which it was cut.
+        """
+        try:
+            found = trace_again(self._found, meta_module, args, kwargs, self.device)
+            misfit = "" if found is None else self._misfit_of(found)
+        except Uncuttable as reason:
+            misfit = str(reason)
+        if misfit:
+            raise UnsupportedError(
+                f"a pipeline is cut for the first call of a model, and another of {type(meta_module).__name__} differs "
+                f"from it: {misfit}",
+                "calls that use the same parameters between the same blocks, or plans with pipeline=1",
+                'plan="shard=2"',
+            )
+
+    def _misfit_of(self, found: Trace) -> str:
+        """Returns what a call needs that stages do not have; empty if nothing is missing."""
+        for name in found.places:
+            if not set(self._holders_of(name, found)) <= set(self._holders_of(name, self._found)):
+                return f"{name} is used where that did not use it"
+        return "" if set(found.carried) <= set(self.carried) else "what a block is given is used again behind it"
 
     def first_holder_of(self, name: str) -> int:
         """Returns the place on the axis whose copy of a parameter counts. See [Note: held twice]."""
@@ -133,9 +165,9 @@ class Stages:
             if self.axis.rank in held and params[name].requires_grad
         }
 
-    def _holders_of(self, name: str) -> list[int]:
+    def _holders_of(self, name: str, found: Trace) -> list[int]:
         """Returns the stages that hold a parameter; if no forward used it, the stage of its module holds it."""
-        found, last = self._found, self.num_stages - 1
+        last = self.num_stages - 1
         places = found.places.get(name)
         if places is None:
             if not name.startswith(f"{found.body}."):

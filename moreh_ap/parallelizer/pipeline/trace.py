@@ -18,7 +18,8 @@ more than a pipeline sends, and is refused.
 Code between modules, in the forward of a module that has submodules, runs on every stage that a pipeline makes, with
 placeholders where a value comes from another stage. A parameter that such code uses directly (`self.positions[:, :n]`)
 must exist wherever the code runs. A parameter that belongs to a module without submodules is used only where that
-module is called, and the whole module can be replaced elsewhere.
+module is called, and the whole module can be replaced elsewhere. A module inside a block cannot: it is absent with its
+block, so a forward that calls it by itself, or none of the block's hooks (`block.forward(x)`), is refused.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from moreh_ap.protocol.blocks import block_lists
 _WITHOUT_PIPELINE = ("plans with pipeline=1 for this model, such as replicate, shard or tensor", 'plan="shard=2"')
 
 
-class _Crosses(Exception):
-    """A value is used farther on than a pipeline brings it; the text says which. See [Note: what crosses a border]."""
+class Uncuttable(Exception):
+    """What the text says lies on both sides of a border. See [Note: what crosses a border], [Note: direct use]."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,46 @@ def trace(meta_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
         PlanError: The model has no single body, or its forward needs values that meta tensors do not have.
     """
     body, num_blocks = find_body(meta_module)
-    recorder = _Recorder(meta_module, body)
     try:
-        with torch.no_grad(), recorder.hooks(), MetaReduction(device), recorder:
-            meta_module(*args, **kwargs)
-    except _Crosses as crossing:
-        raise PlanError(f"a pipeline cannot cut {type(meta_module).__name__}: {crossing}", *_WITHOUT_PIPELINE) from None
+        return _follow(meta_module, body, num_blocks, args, kwargs, device)
+    except Uncuttable as found:
+        raise PlanError(f"a pipeline cannot cut {type(meta_module).__name__}: {found}", *_WITHOUT_PIPELINE) from None
     except Exception as error:  # any error of the user's forward, which may ask a meta tensor for a value
         raise PlanError(
             f"a pipeline needs a forward that can be followed without values, {type(meta_module).__name__}'s raised "
             f"{type(error).__name__}: {error}",
             *_WITHOUT_PIPELINE,
         ) from error
+
+
+def trace_again(
+    cut: Trace, meta_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> Trace | None:
+    """Returns where another call uses parameters of a model that was cut as `cut` says; None if that cannot be told.
+
+    Raises:
+        Uncuttable: No pipeline can run the call.
+    """
+    try:
+        return _follow(meta_module, cut.body, cut.num_blocks, args, kwargs, device)
+    except Uncuttable:
+        raise
+    except Exception:  # any error of the user's forward, which may ask a meta tensor for a value: the stages show it
+        return None
+
+
+def _follow(
+    meta_module: nn.Module,
+    body: str,
+    num_blocks: int,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+) -> Trace:
+    recorder = _Recorder(meta_module, body)
+    with torch.no_grad(), recorder.hooks(), MetaReduction(device), recorder:
+        meta_module(*args, **kwargs)
+    recorder.check_end()
     places = {name: frozenset(used) for name, used in recorder.places.items()}
     direct, before = frozenset(recorder.direct), frozenset(recorder.before)
     return Trace(body, num_blocks, places, direct, tuple(sorted(recorder.carried)), before)
@@ -120,7 +149,7 @@ class _Recorder(TorchFunctionMode):
         self.direct: set[str] = set()
         self.carried: set[int] = set()
         self.before: set[str] = set()
-        self._module = module
+        self._module, self._body = module, body
         self._blocks: list[nn.Module] = list(module.get_submodule(body).children())
         self._names = {id(p): name for name, p in module.named_parameters()}
         self._stack: list[nn.Module] = []
@@ -156,15 +185,23 @@ class _Recorder(TorchFunctionMode):
                 self.carried.add(argument)
             else:
                 where = "after the last block" if self._place == len(self._blocks) else f"in block {self._place}"
-                raise _Crosses(f"what was computed before the end of block {place} is used again {where}")
+                raise Uncuttable(f"what was computed before the end of block {place} is used again {where}")
             return True
         name = self._names.get(id(tensor))
         if name is None:
             return False
         self.places.setdefault(name, set()).add(self._place)
-        if not self._inside and (not self._stack or next(self._stack[-1].children(), None) is not None):
-            self.direct.add(name)
+        if not self._inside:
+            if not self._stack or next(self._stack[-1].children(), None) is not None:
+                self.direct.add(name)
+            elif name.startswith(f"{self._body}."):
+                raise Uncuttable(f"a part of a block ({name.rpartition('.')[0]}) is called outside of its block")
         return True
+
+    def check_end(self) -> None:
+        """Raises an error if the forward, which has ended, did not call every block."""
+        if self._place < len(self._blocks):
+            raise Uncuttable(f"its forward does not call block {self._place} of {self._body}")
 
     def hooks(self) -> ExitStack:
         """Returns a context in which calls of modules move the recorder from place to place."""
@@ -194,7 +231,7 @@ class _Recorder(TorchFunctionMode):
             for number, leaf in enumerate(tree_leaves((args, kwargs))):
                 self._given[id(leaf)] = (index, number)
             if self._place != index:
-                raise RuntimeError(f"block {index} of the list was called out of order")
+                raise Uncuttable(f"its forward calls block {index} where block {self._place} is next")
             self._inside = True
 
         return begin

@@ -172,6 +172,7 @@ class CallPreparation:
             kwargs = without_cache(module, kwargs)
         call = self._unsplit_call(command, module, kwargs, random)
         kind = self._kind(signature, command, tensors, carried)
+        model.check_cut(kind, call, args, kwargs)
         if reads := self._reads((kind, frozenset(self.kept)), self.kept, call, args, kwargs, rows):
             return ReadsAttributes(reads)
         leaves = tree_leaves((tuple(args), dict(kwargs)))
@@ -202,10 +203,8 @@ class CallPreparation:
         call, share = split_call(call, verdict, batch.rows, first_dims, args, kwargs)
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
-        batch_rows, num_own = batch.rows, None
-        if verdict.dims:
-            batch_rows = None
-        elif share is not None:
+        batch_rows, num_own = None if verdict.dims else batch.rows, None
+        if share is not None and not verdict.dims:
             num_own = 0 if call.lacks_rows else share.stop - share.start
         roles = Roles(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, num_own)
         if len(self.prepared) >= _MAX_PREPARED:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.integrations import bitsandbytes_worker, transformers_worker
 from moreh_ap.parallelizer.apply import Example, apply_plan
+from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.parameter_writes import keep_parameters
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.compiling.compiled_blocks import use_compiled_blocks
@@ -77,6 +78,7 @@ class WorkerModel:
         prepare(self.module)
         # The objects stay the same from here on: FSDP2 puts others in their place only during a call.
         self.settle()
+        self._checked_cuts: set[Hashable] = set()
         self.is_sharded = bool(fsdp_roots(self.module))
         self.parameters = dict(self.module.named_parameters())
         self._give_memory(aliases)
@@ -127,6 +129,19 @@ class WorkerModel:
         nesting = Nesting(call.pickled_treespec, call.pickled_constants)
         args, kwargs = nesting.fill([self.device.place(data) for data in call.tensors])
         return Example(self.meta_module, args, without_cache(self.module, kwargs))
+
+    def check_cut(self, kind: Hashable, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Checks, once for each kind of training calls, that a pipeline was cut where such calls need it.
+
+        Raises:
+            UnsupportedError: It was not.
+        """
+        stages = self.applied.stages
+        if stages is None or not call.grad or call.target is not None or kind in self._checked_cuts:
+            return
+        assert self.meta_module is not None
+        stages.check(self.meta_module, args, kwargs)
+        self._checked_cuts.add(kind)
 
     # -- settings and state ----------------------------------------------------------------------------------------
 
