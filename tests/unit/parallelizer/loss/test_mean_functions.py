@@ -73,3 +73,13 @@ def test_a_mean_of_a_forward_that_is_followed_on_meta_reads_nothing():
     """Pipelines and micro-batches follow forwards so: one that averages scores of experts was refused."""
     with MetaReduction(torch.device("cpu")), torch.no_grad():
         assert torch.randn(4, 3, device="meta").mean(0).shape == (3,)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none", "mean"])
+def test_a_loss_of_scores_on_meta_takes_real_labels(reduction):
+    """transformers sums where it accumulates gradients: a pipeline could not be cut for its Trainer."""
+    scores, labels = torch.empty(4, 5, device="meta"), torch.tensor([0, 1, -100, 2])
+    with MetaReduction(torch.device("cpu")) as found:
+        loss = F.cross_entropy(scores, labels, reduction=reduction)
+        F.binary_cross_entropy_with_logits(scores, torch.ones(4, 5), reduction=reduction)
+    assert loss.is_meta and [count.item() for count in found.local_denominators] == [3, 20] * (reduction == "mean")
