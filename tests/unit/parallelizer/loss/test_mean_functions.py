@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
 from moreh_ap.parallelizer.loss.mean_functions import EXTREMES, SMALLEST, is_constant, is_extreme, is_load
