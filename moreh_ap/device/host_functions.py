@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from moreh_ap.device import autocast
-from moreh_ap.device.host_tensors import HostTensor, as_host, mark, may_be_held, on_accelerator, without_class
+from moreh_ap.device.host_tensors import CLASSES, HostTensor, as_host, mark, may_be_held, on_accelerator, without_class
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.transfers import is_accelerator
 
@@ -43,10 +43,10 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _call_on_device(func, args, kwargs)
         for arg in kwargs.values():
             if type(arg) is not HostTensor and type(arg) not in _NO_TENSORS and not _are_no_tensors(arg):
-                return _call_with_others(func, args, kwargs)
+                return _wait_and_call_with_others(func, args, kwargs)
     for arg in args:
         if type(arg) is not HostTensor and type(arg) not in _NO_TENSORS and not _are_no_tensors(arg):
-            return _call_with_others(func, args, kwargs)
+            return _wait_and_call_with_others(func, args, kwargs)
     if type(func) is FunctionType or torch.is_autocast_enabled("cuda"):
         return mark(_compute(func, args, kwargs, (*args, *kwargs.values())))
     result = _without_subclasses(func, (), args, kwargs)
@@ -71,8 +71,14 @@ def _compute(func: Any, args: Any, kwargs: dict[str, Any], leaves: Sequence[Any]
     if type(func) is not FunctionType and not is_cast:
         return _without_subclasses(func, (), args, kwargs)
     # A function in Python may ask for the device of an argument.
-    with without_class([leaf for leaf in leaves if type(leaf) is HostTensor]):
+    with CLASSES, without_class([leaf for leaf in leaves if type(leaf) is HostTensor]):
         return autocast.run_on_device(func, args, kwargs) if is_cast else func(*args, **kwargs)
+
+
+def _wait_and_call_with_others(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """As `_call_with_others`, once no other thread has taken the class off an argument."""
+    with CLASSES:
+        return _call_with_others(func, args, kwargs)
 
 
 def _call_with_others(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

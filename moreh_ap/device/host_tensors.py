@@ -15,6 +15,7 @@ handle on another value, or the reverse, in place: the script keeps its object.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -181,8 +182,12 @@ def has_host_tensor(tree: Any) -> bool:
     return any(type(leaf) is HostTensor for leaf in tree_leaves(tree))
 
 
+CLASSES = threading.RLock()
+"""Held while host tensors are without their class, which a tensor has for all threads, and where one looks for it."""
+
+
 class without_class:
-    """Has host tensors be ordinary tensors, or parameters, until the block ends."""
+    """Has host tensors be ordinary tensors, or parameters, until the block ends. Other threads wait."""
 
     __slots__ = ("_tensors",)
 
@@ -190,12 +195,14 @@ class without_class:
         self._tensors = [*tensors]
 
     def __enter__(self) -> None:
+        CLASSES.acquire()
         for one in self._tensors:
             one.__class__ = nn.Parameter if "_is_param" in one.__dict__ else Tensor
 
     def __exit__(self, *_: object) -> None:
         for one in self._tensors:
             one.__class__ = HostTensor
+        CLASSES.release()
 
 
 # -- other tensors that become host tensors, and the reverse -------------------------------------------------------

@@ -65,7 +65,12 @@ def test_what_scripts_do_with_adapters_gives_the_losses_of_one_device(both_in_tu
 
 @pytest.mark.parametrize(
     "script, expected",
-    [("drop_in_peft_trainer.py", 20), ("drop_in_trl_sft.py", 30), ("drop_in_trl_preferences.py", 17)],
+    [
+        ("drop_in_peft_trainer.py", 20),
+        ("drop_in_trl_sft.py", 30),
+        ("drop_in_trl_preferences.py", 17),
+        ("drop_in_trl_grpo.py", 5),
+    ],
 )
 def test_trainers_print_the_numbers_of_one_device(both_in_turn, tmp_path, script, expected):
     ours, reference = both_in_turn(script, tmp_path)

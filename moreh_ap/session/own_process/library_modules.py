@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from torch.overrides import _len_torch_function_stack
 
-from moreh_ap.device.host_tensors import HostTensor, mark, without_class
+from moreh_ap.device.host_tensors import CLASSES, HostTensor, mark, without_class
 
 _NO_TENSORS = frozenset({int, float, bool, type(None)})
 
@@ -40,6 +40,11 @@ def call_at_once(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         args: Its positional arguments.
         kwargs: Its keyword arguments.
     """
+    with CLASSES:
+        return _call_at_once(module, args, kwargs)
+
+
+def _call_at_once(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors: list[Tensor] = []
     for arg in (*args, *kwargs.values()):
         if type(arg) is HostTensor:

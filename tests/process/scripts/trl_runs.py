@@ -26,7 +26,16 @@ def make_model(seed=0, labels=0):
 def show(name, trainer):
     """Prints the log of a run, without times."""
     keys = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "train_loss", "eval_loss")
-    rewards = ("rewards/chosen", "rewards/margins", "rewards/accuracies", "logps/chosen", "accuracy", "margin")
+    rewards = (
+        "rewards/chosen",
+        "rewards/margins",
+        "rewards/accuracies",
+        "logps/chosen",
+        "accuracy",
+        "margin",
+        "reward",
+        "kl",
+    )
     for entry in trainer.state.log_history:
         for key in (*keys, *rewards):
             if key in entry:
