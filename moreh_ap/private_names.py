@@ -396,4 +396,5 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("atexit._run_exitfuncs", "session/checkpoint"),
     ),
     *_names("A forked process knows whether it could use a device.", ("torch.cuda._is_in_bad_fork", "runtime/forking")),
+    *_names("Threads that wait as Python ends.", ("monarch._src.actor.returns_future._ThreadLoop", "runtime")),
 )

