@@ -70,7 +70,8 @@ class WrittenParameters(TorchDispatchMode):
                 self.state[name] = parameter.detach()
                 parameter.data = before
         for name, value in self._values.items():
-            if name in self._before:  # what stood in its place during the forward is not kept
+            # What stood in its place during the forward is not kept, nor what FSDP2 had gathered before and has freed.
+            if name in self._before and self._before[name][1].untyped_storage().nbytes():
                 _, before = self._before[name]
                 self.state.setdefault(name, before.clone())
                 before.data.copy_(value)  # `.data`: a graph that has kept the parameter is not told of the change

@@ -105,3 +105,12 @@ def test_modules_in_lists_of_python_are_found_by_parameters_that_are_registered_
     inside = module.stacks[0][0]
     module.parameters_list = nn.ParameterList(inside.parameters())
     assert modules_aside(module) == [inside[0]]
+
+
+def test_what_was_gathered_before_and_is_freed_meanwhile_is_not_put_back():
+    """FSDP2 frees the memory of parameters that an error had left gathered: to write there ended the worker."""
+    module = Changing(in_place)
+    with WrittenParameters(module) as written:
+        module(torch.ones(2, 3))
+        module.weight.untyped_storage().resize_(0)
+    assert written.names == ["weight"] and not written.state
