@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import threading
+import time
 import weakref
 
 import pytest
@@ -15,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.device import function_mode
-from moreh_ap.device.host_tensors import HOST, HostTensor, as_host, hold, let_go, on_accelerator
+from moreh_ap.device.host_tensors import HOST, HostTensor, as_host, hold, let_go, on_accelerator, without_class
 from moreh_ap.device.patches import native_calls
 from moreh_ap.device.tensor import VirtualTensor, place
 from moreh_ap.patching import Patches
@@ -381,6 +383,27 @@ def test_a_tensor_on_the_cpu_is_on_another_device():
     assert type(other.copy_(x)) is torch.Tensor and type(x[torch.tensor([0])]) is HostTensor
     x[torch.tensor([True, False, False])] = 5.0
     assert x.tolist() == [5, 1, 1]
+
+
+def test_a_thread_waits_for_tensors_that_another_has_without_their_class():
+    weight, x, is_without, results = host(3, 4), host(2, 4), threading.Event(), []
+
+    def have_it_without_class():
+        with without_class([weight]):
+            is_without.set()
+            time.sleep(0.2)
+
+    def multiply():
+        with function_mode.RedirectMode():  # as threads of the script have it (`patches/threads.py`)
+            is_without.wait()
+            results.append(F.linear(x, weight))
+
+    threads = [threading.Thread(target=run) for run in (have_it_without_class, multiply)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [type(one) for one in results] == [HostTensor]
 
 
 def test_counts_of_packed_rows_are_on_the_cpu():
