@@ -39,7 +39,6 @@ def _autoload() -> None:
     torch.moreh = moreh  # type: ignore[attr-defined]
     transformers_import.install()
     if os.environ.get("MOREH_ENABLE_ADVANCED_PARALLELIZATION", "").strip() not in ("", "0"):
-        from moreh_ap import option, settings
+        from moreh_ap import option
 
-        if settings.enabled_by_environment(os.environ):
-            option.enable_advanced_parallelization()
+        option.enable_where_asked(os.environ)

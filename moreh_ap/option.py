@@ -7,7 +7,7 @@ Decides what its arguments are called. Checking them is `moreh_ap.settings`'; ev
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from moreh_ap import checked_versions
@@ -24,6 +24,7 @@ from moreh_ap.settings import (
     check_count_or_auto,
     check_recovery,
     check_report,
+    enabled_by_environment,
     resolve_options,
 )
 
@@ -116,3 +117,13 @@ def enable_advanced_parallelization(
     )
     checked_versions.warn_if_unchecked(stacklevel=3)
     enabling.enable(options)
+
+
+def enable_where_asked(environment: Mapping[str, str]) -> None:
+    """Does what the one line does, if `MOREH_ENABLE_ADVANCED_PARALLELIZATION` asks for it.
+
+    Raises:
+        OptionError: The variable is neither `0` nor `1`, or as for the line.
+    """
+    if enabled_by_environment(environment):
+        enable_advanced_parallelization()

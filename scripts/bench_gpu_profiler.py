@@ -17,6 +17,8 @@ from torch import nn
 RESULT = ".result"
 _COMPILED = "Torch-Compiled Region"
 """How PyTorch calls what runs as it was compiled."""
+_LONGEST_NAME = 100
+"""How many letters of a kernel's name are kept."""
 
 
 def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
@@ -27,6 +29,38 @@ def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return 0.0 if first is None or end <= first else 1.0 - busy / (end - first)
+
+
+def longest_kernels(kernels: Iterable[tuple[str, float, float]], most: int = 40) -> list[tuple[str, int, float]]:
+    """Returns the kernels that took longest altogether: name, number of runs, ms.
+
+    Args:
+        kernels: Name, start and end in µs of each run.
+        most: How many to return.
+    """
+    spans: dict[str, list[float]] = {}
+    for name, start, stop in kernels:
+        spans.setdefault(name, []).append(stop - start)
+    found = [(name, len(each), sum(each) / 1e3) for name, each in spans.items()]
+    return sorted(found, key=lambda one: -one[2])[:most]
+
+
+def longest_gaps(kernels: Iterable[tuple[str, float, float]], most: int = 20) -> list[tuple[str, str, int, float]]:
+    """Returns between which kernels nothing ran for longest altogether: names before and behind, gaps, ms.
+
+    Args:
+        kernels: Name, start and end in µs of each run.
+        most: How many to return.
+    """
+    gaps: dict[tuple[str, str], list[float]] = {}
+    before, end = "", float("inf")
+    for name, start, stop in sorted(kernels, key=lambda one: one[1]):
+        if start > end:
+            gaps.setdefault((before, name), []).append(start - end)
+        if not before or stop > end:
+            before, end = name, stop
+    found = [(*names, len(each), sum(each) / 1e3) for names, each in gaps.items()]
+    return sorted(found, key=lambda one: -one[3])[:most]
 
 
 class _Recorder:
@@ -58,9 +92,11 @@ def _summary(events: Sequence[Any]) -> dict[str, Any]:
     on_device = (event for event in events if event.device_type == torch.autograd.DeviceType.CUDA)
     kernels = [event for event in on_device if not event.is_user_annotation]  # which last while nothing runs, as FSDP's
     counted = kernels or events
-    spans = [(event.time_range.start, event.time_range.end) for event in counted]
+    spans = [(event.name[:_LONGEST_NAME], event.time_range.start, event.time_range.end) for event in counted]
     compiled = any(event.name.startswith(_COMPILED) for event in events)
-    return {"idle": idle_share(spans), "kernels": float(len(kernels)), "compiled": compiled}
+    idle = idle_share((start, stop) for _, start, stop in spans)
+    longest = {"kernels": longest_kernels(spans), "gaps": longest_gaps(spans)}
+    return {"idle": idle, "kernels": float(len(kernels)), "compiled": compiled, "longest": longest}
 
 
 RECORDER = _Recorder()

@@ -227,7 +227,7 @@ def run(way: str, size: Size, folder: str) -> dict[str, Any]:
     if marks:
         seconds = [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
     peak = torch.cuda.max_memory_reserved() if real == "cuda" else 0
-    idle, compiled = None, False
+    idle, compiled, longest = None, False, {}
     if way != "chunked_loss":  # whose forward is not the model's
         with _recording(flag):
             for number in range(2):
@@ -237,7 +237,7 @@ def run(way: str, size: Size, folder: str) -> dict[str, Any]:
         synchronize()
         with open(flag + RESULT) as file:
             recorded = json.load(file)
-        idle, compiled = recorded["idle"], recorded["compiled"]
+        idle, compiled, longest = recorded["idle"], recorded["compiled"], recorded["longest"]
     return {
         "way": way,
         "device": _device_name(way, real),
@@ -248,6 +248,7 @@ def run(way: str, size: Size, folder: str) -> dict[str, Any]:
         "peak_reserved_bytes": peak,
         "idle": idle,
         "compiled": compiled,
+        "longest": longest,
         "start_s": first_s,
         "losses": [float(loss) for loss in losses],
     }

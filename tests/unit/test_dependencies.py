@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
-OPTIONAL = {"deepspeed", "matplotlib", "pynvml", "wandb"}
-"""Imported where they are asked for; without them the package does without, and tutorials say how to install them."""
+OPTIONAL = {"deepspeed", "matplotlib", "pynvml", "triton", "wandb"}
+"""Imported where they are asked for; without them the package does without. Triton comes with PyTorch for GPUs."""
 
 DISTRIBUTIONS = {
     "monarch": "torchmonarch",

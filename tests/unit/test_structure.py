@@ -32,12 +32,13 @@ MOST_IMPORTS_IN_FUNCTIONS = 12
 IMPORTS_IN_FUNCTIONS = {
     # What `import torch` must not load: PyTorch imports the package at the end of its own import.
     ("moreh_ap", "option"): "not at `import torch`",
-    ("moreh_ap", "settings"): "not at `import torch`",
     ("moreh_ap", "session.checkpoint.training_checkpoint"): "not at `import torch`",
     ("moreh_ap", "integrations.transformers_import"): "not at `import torch`",
     ("integrations.transformers_import", "integrations.adamw"): "not at `import torch`",
     # An optional library: torchmonarch exists for Linux only, and its import takes a while.
     ("runtime.launcher", "runtime.engine"): "optional library: torchmonarch",
+    # A library that is there only with a PyTorch built for GPUs, and that only losses over many logits need.
+    ("parallelizer.loss.chunked_cross_entropy", "parallelizer.loss.cross_entropy_kernels"): "optional library: Triton",
     # What only several hosts need.
     ("accelerator.worker_starts", "runtime.host.host_pool"): "optional: several hosts",
     # Workers begin before it.

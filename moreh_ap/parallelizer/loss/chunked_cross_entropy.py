@@ -9,14 +9,17 @@ gradient in float32 as well; transformers converts the logits to float32 before.
 128,256 each of these copies takes 3.9 GiB. Here forward keeps one number for each row, the logarithm of the sum of
 exponentials, and backward writes the gradient in the precision of the logits; float32 is there for one chunk of rows at
 a time. Compare Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models",
-https://arxiv.org/abs/2411.09009, section 4, which does without logits too; here they are a result of the model.
+https://arxiv.org/abs/2411.09009, section 4, which does without logits too; here they are a result of the model. On a
+GPU two kernels do both (`cross_entropy_kernels.py`) where Triton runs, and no chunk is made.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from moreh_ap.integrations import transformers_losses
+from moreh_ap.local import logger
 from moreh_ap.parallelizer.loss.loss_targets import check_targets
 from moreh_ap.patching import Patches, PatchGroup
 
@@ -139,6 +143,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
+        ctx.smoothing = smoothing
+        if kernels := _kernels(logits.device.type):
+            losses, totals = kernels.row_losses(logits, target, smoothing)
+            ctx.save_for_backward(logits, target, totals)
+            return losses
         totals = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         losses = torch.empty_like(totals)
         for rows in row_chunks(len(logits), logits.shape[1], logits.device.type):
@@ -149,7 +158,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 wanted = (1 - smoothing) * wanted + smoothing * scores.mean(-1)
             totals[rows], losses[rows] = total, total - wanted
         ctx.save_for_backward(logits, target, totals)
-        ctx.smoothing = smoothing
         return losses
 
     @staticmethod
@@ -157,6 +165,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         logits, target, totals = ctx.saved_tensors
         if torch.is_grad_enabled():  # a gradient of this gradient is wanted
             return _differentiable(logits, target, ctx.smoothing, grad), None, None
+        if kernels := _kernels(logits.device.type):
+            return kernels.gradient(logits, target, totals, grad, ctx.smoothing), None, None
         result = torch.empty_like(logits)
         for rows in row_chunks(len(logits), logits.shape[1], logits.device.type):
             scores = (logits[rows].float() - totals[rows, None]).exp_()
@@ -165,6 +175,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             scores.scatter_add_(-1, target[rows, None], scores.new_full((len(scores), 1), ctx.smoothing - 1))
             result[rows] = scores.mul_(grad[rows, None])
         return result, None, None
+
+
+@functools.cache
+def _kernels(device_type: str) -> ModuleType | None:
+    """Returns the module of the kernels for a type of devices; None if there are none that run here."""
+    if device_type != "cuda":
+        return None
+    try:
+        from moreh_ap.parallelizer.loss import cross_entropy_kernels
+
+        sample = torch.zeros(1, 2, dtype=torch.bfloat16, device=device_type)
+        cross_entropy_kernels.row_losses(sample, torch.zeros(1, dtype=torch.int64, device=device_type), 0.0)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any class: Triton is not there, has no compiler, or does not know the GPU
+        logger.say(f"losses over a vocabulary are computed in chunks of rows, as Triton does not run here: {error}")
+        return None
+    return cross_entropy_kernels
 
 
 def _differentiable(logits: Tensor, target: Tensor, smoothing: float, grad: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import bench_gpu  # noqa: E402
-from bench_gpu_profiler import _summary, idle_share  # noqa: E402
+from bench_gpu_profiler import _summary, idle_share, longest_gaps, longest_kernels  # noqa: E402
 from bench_gpu_ways import SIZES, flops_per_token  # noqa: E402
 
 
@@ -36,8 +36,16 @@ def test_names_around_kernels_are_no_kernels():
 
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     events = [event(0, 4, cuda), event(6, 10, cuda), event(0, 10, cuda, True), event(0, 10, cpu)]
-    assert _summary(events) == {"idle": pytest.approx(0.2), "kernels": 2.0, "compiled": False}
+    longest = {"kernels": [("kernel", 2, 8e-3)], "gaps": [("kernel", "kernel", 1, 2e-3)]}
+    assert _summary(events) == {"idle": pytest.approx(0.2), "kernels": 2.0, "compiled": False, "longest": longest}
     assert _summary([*events, event(0, 10, cpu, name="Torch-Compiled Region: 0/0")])["compiled"]
+
+
+def test_the_longest_kernels_and_gaps():
+    runs = [("b", 10, 12), ("a", 0, 4), ("b", 3, 6), ("c", 20, 29), ("b", 30, 31)]
+    assert longest_kernels(runs) == [("c", 1, 9e-3), ("b", 3, 6e-3), ("a", 1, 4e-3)]
+    assert longest_gaps(runs) == [("b", "c", 1, 8e-3), ("b", "b", 1, 4e-3), ("c", "b", 1, 1e-3)]
+    assert longest_kernels(runs, 1) == [("c", 1, 9e-3)] and longest_gaps(runs, 0) == [] == longest_gaps([])
 
 
 def test_operations_of_a_token():

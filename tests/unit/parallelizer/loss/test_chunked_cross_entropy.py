@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from itertools import product
 
@@ -187,6 +188,48 @@ def test_a_model_without_a_vocabulary_changes_nothing():
     chunked_cross_entropy.use_for(nn.Sequential(nn.Embedding(1000, 4), nn.Linear(4, 1000)))
     assert torch._C._nn.cross_entropy_loss is ORIGINAL and not list(patches)
     patches.undo()
+
+
+class Kernels:
+    """What `cross_entropy_kernels` has, by PyTorch's operations; counts the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def row_losses(self, logits, target, smoothing):
+        self.calls.append("row_losses")
+        totals = logits.float().logsumexp(-1)
+        return totals - (self._wanted(logits, target, smoothing) * logits).sum(-1), totals
+
+    def gradient(self, logits, target, totals, grad, smoothing):
+        self.calls.append("gradient")
+        difference = (logits.float() - totals[:, None]).exp() - self._wanted(logits, target, smoothing)
+        return (difference * grad[:, None]).to(logits.dtype)
+
+    def _wanted(self, logits, target, smoothing):
+        return F.one_hot(target, logits.shape[1]) * (1 - smoothing) + smoothing / logits.shape[1]
+
+
+@pytest.mark.parametrize("reduction, smoothing", EXPECTED)
+def test_kernels_compute_what_chunks_would(many, monkeypatch, reduction, smoothing):
+    """The kernels themselves are in `tests/frameworks/test_kernels.py`, and on a GPU in `tests/gpu`."""
+    kernels = Kernels()
+    monkeypatch.setattr(chunked_cross_entropy, "_kernels", lambda device_type: kernels)
+    for ours, expected in zip(results(reduction, smoothing), EXPECTED[reduction, smoothing], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    assert kernels.calls == ["row_losses", "row_losses", "gradient"], "the first gradient has one of its own"
+
+
+def test_kernels_that_do_not_run_here_leave_chunks_and_say_so(monkeypatch, capsys):
+    """As where Triton has no compiler: here CUDA is not there at all."""
+    monkeypatch.setitem(sys.modules, "moreh_ap.parallelizer.loss.cross_entropy_kernels", Kernels())
+    chunked_cross_entropy._kernels.cache_clear()
+    assert chunked_cross_entropy._kernels("cpu") is None and not capsys.readouterr().out
+    assert chunked_cross_entropy._kernels("cuda") is None
+    said = capsys.readouterr().out
+    assert said.startswith("[info] losses over a vocabulary are computed in chunks of rows, as Triton does not run")
+    assert chunked_cross_entropy._kernels("cuda") is None and not capsys.readouterr().out, "once"
+    chunked_cross_entropy._kernels.cache_clear()
 
 
 def test_the_planner_knows_from_where_on():
