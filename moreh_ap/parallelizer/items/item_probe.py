@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ _FEWEST_ITEMS, _ITEMS_A_WORKER = 5, 2
 
 
 @joining_opened
-def check_items(call: Call, items: Items) -> SplitVerdict:
+def check_items(call: Call, items: Items, *, recomputes: bool) -> SplitVerdict:
     """Returns whether the forward of `call` may run on some items of the batch on each worker.
 
     A collective, as `check_split` is.
@@ -55,11 +56,12 @@ def check_items(call: Call, items: Items) -> SplitVerdict:
     Args:
         call: What will run; its mode does not matter.
         items: The items of its arguments.
+        recomputes: Whether blocks compute their activations again in the backward.
     """
     call = replace(call, mode="unsplit", random=call.random.for_probe(), kinds=None, rules=NO_RULES, joined=False)
     with untouched(call.module):
         for counts in (True, False):
-            probe = ItemProbe(call, items, counts=counts)
+            probe = ItemProbe(call, items, counts=counts, recomputes=recomputes)
             found = verdict_of(probe)
             if found.split or not probe.saw_counted:
                 break
@@ -67,9 +69,10 @@ def check_items(call: Call, items: Items) -> SplitVerdict:
         zeros = zeros_of(call.module)
         if found.split and not everywhere(not zeros, call):  # see `hidden_terms.py`
             with filled(zeros):
-                again = verdict_of(ItemProbe(replace(call, grad=False), items, counts=counts))
+                again = verdict_of(ItemProbe(replace(call, grad=False), items, counts=counts, recomputes=recomputes))
             found = found if again.split else again
-    return replace(found, items=probe.rules, kinds=(), attributes={}) if found.split else found
+        rules = replace(probe.rules, may_lack=probe.may_lack()) if found.split else probe.rules
+    return replace(found, items=rules, kinds=(), attributes={}) if found.split else found
 
 
 class ItemProbe(JoinedProbe):
@@ -79,6 +82,7 @@ class ItemProbe(JoinedProbe):
         call: What is run, in mode "unsplit".
         items: The items of the batch.
         counts: Whether numbers of true elements, and other sums that are whole numbers, may be those of all items.
+        recomputes: Whether blocks compute their activations again in the backward.
 
     Attributes:
         rules: What was learned.
@@ -87,8 +91,8 @@ class ItemProbe(JoinedProbe):
 
     _least_rounding = 0.0
 
-    def __init__(self, call: Call, items: Items, *, counts: bool) -> None:
-        self._items, self._counts = items, counts
+    def __init__(self, call: Call, items: Items, *, counts: bool, recomputes: bool) -> None:
+        self._items, self._counts, self._recomputes = items, counts, recomputes
         args, kwargs = items.select(range(items.count))
         super().__init__(call, args, kwargs, items.count, [None] * len(tree_leaves((args, kwargs))))
         self.rules = ItemRules()
@@ -133,6 +137,10 @@ class ItemProbe(JoinedProbe):
             sizes=set(zip(self._sizes(first), self._sizes(others))),
             counts=self._counts,
         )
+        if self._recomputes and (self.rules.draws or self.rules.rounds):
+            raise Refused(
+                "items draw random numbers, which blocks that are computed again would draw from another place"
+            )
 
     def _note(self, chosen: Sequence[int], totals: Mapping[Any, Any] | None = None) -> ItemRecorder:
         recorder = ItemRecorder(self.call.device, counts=self._counts, totals=totals)
@@ -190,6 +198,21 @@ class ItemProbe(JoinedProbe):
         self._singles = [together]
         self.kinds = tuple(together.kinds)
 
+    def may_lack(self) -> bool | None:
+        """Returns whether an item that lacks what others have runs alone, through the same blocks; None without one."""
+        lacking = [item for item in range(self._items.count) if self._items.lacks([item])]
+        others = [item for item in range(self._items.count) if item not in lacking]
+        if not lacking or not others:
+            return None
+        ways = []
+        for item in (others[0], lacking[0]):
+            with record_block_order(self.call.module) as way:
+                recorder = ItemRecorder(self.call.device, counts=self._counts, leaves_out_statistics=True)
+                if attempt(partial(self._forward, [item], recorder), self.call.module):
+                    return False
+            ways.append([name for name, _ in way])
+        return ways[0] == ways[1]
+
     def _run_shared(self, rules: ItemRules) -> Any:
         call = self.call
         reduction = ItemReduction(
@@ -197,6 +220,7 @@ class ItemProbe(JoinedProbe):
             axis=call.axis,
             rules=rules,
             draws_together=call.random.stream is not None,
+            keeps_rows=False,
             mark=call.random.position(),
             meets_failed=call.meets_failed,
         )

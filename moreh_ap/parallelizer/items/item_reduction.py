@@ -60,6 +60,7 @@ class ItemRules:
         rounds: In which order items draw at places that are reached for each item.
         merge: How the results of workers go together; None: they are left apart.
         counts: Whether whole numbers that are sums are such numbers.
+        may_lack: Whether a worker may have items that lack what others have; None where none was tried.
     """
 
     numbers: Mapping[Place, tuple[str, ...]] = field(default_factory=dict)
@@ -67,6 +68,7 @@ class ItemRules:
     rounds: tuple[Round, ...] = ()
     merge: Merge | None = None
     counts: bool = True
+    may_lack: bool | None = None
 
 
 class ItemSites(GlobalReduction):
@@ -78,6 +80,9 @@ class ItemSites(GlobalReduction):
     def numbers_at(self, what: str, site: int, numbers: Sequence[float]) -> Sequence[float]:
         """Returns the numbers with which the forward goes on at a place."""
         raise NotImplementedError
+
+    def replay(self, sites: slice) -> GlobalReduction:
+        return ItemReplay(self.device, self.global_denominators[sites])
 
     def draw_at(self, site: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the result of a function that may draw random numbers."""
@@ -105,9 +110,14 @@ class ItemSites(GlobalReduction):
             is_number = divisor.ndim == 0 and not divisor.requires_grad and divisor.dtype is not torch.bool
         return self._number("divide", divisor) if is_number else divisor
 
+    def _numbers_here(self, what: str, numbers: Sequence[float]) -> Sequence[float]:
+        found = self.numbers_at(what, site_of_call(), numbers)
+        self.global_denominators.append(torch.tensor(found, dtype=torch.float64))
+        return found
+
     def _number(self, what: str, number: Any) -> Any:
         own = float(number)
-        (found,) = self.numbers_at(what, site_of_call(), [own])
+        (found,) = self._numbers_here(what, [own])
         if found == own:
             return number
         return torch.full_like(number, found) if isinstance(number, Tensor) else type(number)(found)
@@ -116,7 +126,7 @@ class ItemSites(GlobalReduction):
         sizes = [leaf for leaf in leaves_of((args, kwargs)) if type(leaf) is int]
         if not 0 < len(sizes) <= _MOST_NUMBERS:
             return args, kwargs
-        found = list(map(int, self.numbers_at("size", site_of_call(), sizes)))
+        found = list(map(int, self._numbers_here("size", sizes)))
         if found == sizes:
             return args, kwargs
         left = iter(found)
@@ -124,8 +134,32 @@ class ItemSites(GlobalReduction):
         return args, kwargs
 
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
-        (everywhere,) = self.numbers_at("mean", site_of_call(), [float(count)])
+        (everywhere,) = self._numbers_here("mean", [float(count)])
         return (total / torch.tensor(everywhere, dtype=torch.float64, device=total.device)).to(total.dtype)
+
+
+class ItemReplay(ItemSites):
+    """A part of a forward of items that is computed again, with the numbers of the first time: nothing is exchanged.
+
+    Args:
+        device: This worker's device.
+        numbers: Those at each place of the part, in order.
+    """
+
+    def __init__(self, device: torch.device, numbers: Sequence[Tensor], **others: Any) -> None:
+        super().__init__(device, record=True, **others)
+        self._left = iter(numbers)
+
+    def numbers_at(self, what: str, site: int, numbers: Sequence[float]) -> Sequence[float]:
+        found: list[float] = next(self._left).tolist()
+        return found
+
+    def draw_at(self, site: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+class _SharedReplay(ItemReplay, JoinedReduction):
+    """The same for a worker's items, whose normalisations take the statistics of those of all workers once more."""
 
 
 class ItemReduction(ItemSites, JoinedReduction):
@@ -135,6 +169,7 @@ class ItemReduction(ItemSites, JoinedReduction):
         device, axis, mark, meets_failed: See `GlobalReduction`.
         rules: What was learned of the forward.
         draws_together: Whether workers draw from one stream.
+        keeps_rows: Whether results with a row for each item stay with its worker, where items are rows.
     """
 
     def __init__(
@@ -144,11 +179,13 @@ class ItemReduction(ItemSites, JoinedReduction):
         axis: Axis,
         rules: ItemRules,
         draws_together: bool,
+        keeps_rows: bool = True,
         mark: Callable[[], int] | None = None,
         meets_failed: bool = False,
     ) -> None:
         super().__init__(device, axis=axis, mark=mark, meets_failed=meets_failed)
-        self._rules = rules
+        self._rules, self._keeps_rows = rules, keeps_rows
+        self._row_length: int | None = None
         self.counts_items = rules.counts
         self._reached: Counter[int] = Counter()
         self._rows = RowStream(axis, rules.rounds, device) if draws_together else None
@@ -159,14 +196,22 @@ class ItemReduction(ItemSites, JoinedReduction):
         items = find_items(args, kwargs)
         if items is None or items.count < self.axis.size:  # every worker has the whole arguments and finds the same
             raise Diverged("a batch has fewer items than there are devices, or none that are known")
-        own = range(*row_range(self.axis.rank, self.axis.size, items.count))
+        shares = [range(*row_range(rank, self.axis.size, items.count)) for rank in range(self.axis.size)]
+        if not self._rules.may_lack and any(map(items.lacks, shares)):
+            self._has_diverged = True
+            raise Diverged("a device has no row with a picture, which the forward needs", is_of_kind=False)
+        own = shares[self.axis.rank]
         self._own_items, self._all_items = len(own), items.count
+        self._row_length = items.row_length if self._keeps_rows else None
         return items.select(own)
+
+    def replay(self, sites: slice) -> GlobalReduction:
+        return _SharedReplay(self.device, self.global_denominators[sites], axis=self.axis)
 
     def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
         if self._rules.merge is None:
             return result
-        together = TogetherWith(self._rules.merge, settled(result), self._own_items)
+        together = TogetherWith(self._rules.merge, settled(result), self._own_items, self._row_length)
         self._problem = self._problem or together.problem
         self._exchange_at(_RESULT)
         result, self.kinds = together.put_together(self.axis)

@@ -46,13 +46,14 @@ class TogetherWith:
         merge: How results go together.
         result: This worker's.
         items: How many items it is of.
+        row_length: Tensors with a row of this length for each item stay with their worker; None: none do.
 
     Attributes:
         problem: Why the result is not as was learned; empty where it is.
     """
 
-    def __init__(self, merge: Merge, result: Any, items: int) -> None:
-        self._merge, self._result = merge, result
+    def __init__(self, merge: Merge, result: Any, items: int, row_length: int | None = None) -> None:
+        self._merge, self._result, self._row_length = merge, result, row_length
         flatten(result)  # what nests in a way that is not known yet is taken apart from now on
         self._travels: list[Any] = []
         self.problem = ""
@@ -72,7 +73,14 @@ class TogetherWith:
         elif merge.kind == ROWS:
             if not isinstance(value, Tensor) or not value.ndim:
                 self.problem = "items decide how the result nests"
-            self._travels.append(value)
+            elif self._stays(value) and len(value) != items:
+                self.problem = "the result has not a row for each item"
+            elif not self._stays(value):
+                self._travels.append(value)
+
+    def _stays(self, value: Tensor) -> bool:
+        """Returns whether every worker keeps the rows of its items: logits of a vocabulary are large."""
+        return self._row_length is not None and self._row_length in value.shape[1:]
 
     def put_together(self, axis: Axis) -> tuple[Any, list[str]]:
         """Returns one device's result, and the kind of each of its leaves. A collective."""
@@ -84,6 +92,9 @@ class TogetherWith:
             if merge.kind == NODE:
                 parts, spec = parts_of(value)
                 return pytree.tree_unflatten([rebuild(*both) for both in zip(merge.parts, parts, strict=True)], spec)
+            if merge.kind == ROWS and self._stays(value):
+                kinds.append("rows")
+                return value
             if merge.kind in (ITEMS, ROWS):
                 number = next(left)
                 all_parts = [of_worker[number] for of_worker in everyone]

@@ -6,7 +6,16 @@ from moreh_ap.errors import ExactnessError
 
 
 class Diverged(Exception):
-    """The workers' rows took different branches of a forward. Raised on all workers, after all have finished it."""
+    """The workers' rows took different branches of a forward. Raised on all workers, after all have finished it.
+
+    Args:
+        reason: Why, as the end of a sentence.
+        is_of_kind: Whether other calls of the kind may do so, too; else it is about this one.
+    """
+
+    def __init__(self, reason: str, *, is_of_kind: bool = True) -> None:
+        super().__init__(reason)
+        self.is_of_kind = is_of_kind
 
     def after_changes(self) -> ExactnessError:
         """Returns the error of such a forward that cannot be computed once more, since it changes buffers."""

@@ -56,7 +56,7 @@ class JoinedReduction(GlobalReduction):
             self._parts.put_together(partial(_gather, axis=self.axis))
         return result
 
-    def replay(self, sites: slice) -> JoinedReduction:
+    def replay(self, sites: slice) -> GlobalReduction:
         known = self.global_denominators[sites]
         return JoinedReduction(self.device, axis=self.axis, denominators=known, rules=self.rules, parts=self._parts)
 

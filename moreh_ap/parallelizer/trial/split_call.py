@@ -18,6 +18,7 @@ from moreh_ap.parallelizer.row_dims.row_steps import Gathering
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.batch import row_range, rows_along
 from moreh_ap.protocol.messages.calls import UNSPLIT
+from moreh_ap.protocol.objects.items import Items
 
 Dims = tuple[int | None, ...]
 """For each leaf of the arguments, the dim along which its rows lie; None if it has no rows."""
@@ -27,7 +28,7 @@ class Batch(NamedTuple):
     """The rows of a call's arguments.
 
     Attributes:
-        rows: Rows of the batch; None if no input has rows, or if the batch is split by items.
+        rows: Rows of the batch; None if no input has rows, or if the batch is split by items that are none.
         carried: For each tensor input whether its dim 0 counts the rows, and is cut before the forward.
     """
 
@@ -35,8 +36,26 @@ class Batch(NamedTuple):
     carried: list[bool]
 
 
+def why_whole(workers: int, pieces: int, reason: str) -> str:
+    """Returns what the script is told of a call that is not shared for a reason; "" if it would not be anyway.
+
+    Args:
+        workers: How many workers share the batch.
+        pieces: Into how many micro-batches it is cut.
+        reason: The reason, as the end of a sentence.
+    """
+    if workers * pieces == 1:
+        return ""
+    return f"{UNSPLIT if workers > 1 else 'The batch is not cut into micro-batches'}: {reason}"
+
+
 def batch_of(
-    verdict: SplitVerdict, batch: Batch, tensors: Sequence[Tensor], leaves: Sequence[Any], num_workers: int
+    verdict: SplitVerdict,
+    batch: Batch,
+    tensors: Sequence[Tensor],
+    leaves: Sequence[Any],
+    num_workers: int,
+    items: Items | None,
 ) -> tuple[SplitVerdict, Batch]:
     """Returns the rows that workers share under a verdict, and the verdict that holds for them.
 
@@ -46,9 +65,11 @@ def batch_of(
         tensors: The tensor inputs.
         leaves: The leaves of the arguments, these tensors among them.
         num_workers: How many workers share the batch.
+        items: The items of the arguments, where the batch may be split by them.
     """
     if verdict.items is not None:  # the forward selects its items itself
-        return verdict, Batch(None, [False] * len(tensors))
+        are_rows = items is not None and items.row_length is not None
+        return verdict, Batch(items.count if items is not None and are_rows else None, [False] * len(tensors))
     if verdict.dims is None:
         return verdict, batch
     if not any(verdict.dims) and not verdict.steps:  # all rows lie along dim 0, but other inputs have that size too

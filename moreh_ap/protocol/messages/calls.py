@@ -85,6 +85,7 @@ class ForwardReply:
     returned: Which argument the forward returned, if any; see `returned_arguments.py`.
     warnings: What the script is warned of, each once: the workers did something that it does not see.
     faults: Tracebacks of errors that are ours, in trials of the forward; each once.
+    varies: Whether the sizes of the result depend on the values of the arguments.
     """
 
     pickled_treespec: bytes
@@ -97,6 +98,7 @@ class ForwardReply:
     returned: Place | None = None
     warnings: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
+    varies: bool = False
 
 
 @dataclass(frozen=True)

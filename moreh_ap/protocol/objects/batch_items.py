@@ -21,6 +21,7 @@ from moreh_ap.protocol.objects.flat_graphs import find_graphs
 from moreh_ap.protocol.objects.flat_items import find_bags, find_packed, find_tables
 from moreh_ap.protocol.objects.items import INSIDE, Arguments, Items, has_rows, replaced_in
 from moreh_ap.protocol.objects.named_items import find_named
+from moreh_ap.protocol.objects.picture_rows import find_pictures
 from moreh_ap.protocol.passed_state import PASSED_STATE
 
 
@@ -29,7 +30,9 @@ def find_items(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Items | None
     beside = {name: value for name, value in kwargs.items() if name == PASSED_STATE}
     given = tuple(args), {name: value for name, value in kwargs.items() if name not in beside}
     found: Items | None = _graph_objects(given) or find_packed(given) or find_tables(given)
-    found = found or _listed(given) or find_graphs(given) or find_bags(given) or find_named(given)
+    found = (
+        found or find_pictures(*given) or _listed(given) or find_graphs(given) or find_bags(given) or find_named(given)
+    )
     if found is not None:
         found.beside = beside
     return found

@@ -23,10 +23,12 @@ class Items(ABC):
     Attributes:
         count: How many there are.
         beside: Named arguments that belong to no item.
+        row_length: The length of the rows of which each item has one; None where items are no rows.
     """
 
     count: int
     beside: Mapping[str, Any] = {}
+    row_length: int | None = None
 
     def select(self, chosen: Sequence[int]) -> Arguments:
         """Returns the arguments with the chosen items, given in rising order, alone."""
@@ -35,6 +37,10 @@ class Items(ABC):
 
     @abstractmethod
     def _select(self, chosen: Sequence[int]) -> Arguments: ...
+
+    def lacks(self, chosen: Sequence[int]) -> bool:
+        """Says whether the chosen items have nothing of a kind that others have: rows without a picture."""
+        return False
 
     def differing_sizes(self) -> tuple[Any, ...]:
         """Returns for each tensor of an item in which dims the items differ; () where they differ by nature."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -19,15 +19,17 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.listed_arguments import ListedArguments
 from moreh_ap.parallelizer.call.parameter_writes import require_full_parameters
 from moreh_ap.parallelizer.call.reports import Reports
+from moreh_ap.parallelizer.call.roles import Roles
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state, with_tensors
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.compiling.compiled_blocks import as_written
 from moreh_ap.parallelizer.data.fsdp import fsdp_roots
 from moreh_ap.parallelizer.items.item_probe import check_items
+from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
-from moreh_ap.parallelizer.trial.split_call import Batch, batch_of, split_call
+from moreh_ap.parallelizer.trial.split_call import Batch, batch_of, split_call, why_whole
 from moreh_ap.parallelizer.trial.split_check import check_other_dims, check_split, join_opened_blocks
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows
@@ -43,39 +45,19 @@ from moreh_ap.protocol.messages.calls import (
     ReadsAttributes,
     why_too_few,
 )
-from moreh_ap.protocol.objects.batch_items import Arguments, find_items
+from moreh_ap.protocol.objects.batch_items import find_items
+from moreh_ap.protocol.objects.items import Items
 from moreh_ap.protocol.objects.listed_rows import LISTED_ROWS
+from moreh_ap.protocol.objects.picture_rows import PictureRows, find_pictures
 from moreh_ap.protocol.passed_state import PASSED_STATE, names_with_rows
 from moreh_ap.protocol.pytree import Nesting
 from moreh_ap.runtime.worker.cache_arguments import cache_tensors, without_cache
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
-_NOT_CUT = "The batch is not cut into micro-batches"
 _DRAWN_APART = "Random numbers inside the model (dropout) are not those of one device: each device draws its own"
+_PICTURES = "the pictures of its rows lie one behind the other"
 _MAX_PREPARED = 256
 _MOST_WAYS = 3  # that are learned of a forward beyond the first
-
-
-class Roles(NamedTuple):
-    """How workers share a call.
-
-    Attributes:
-        axis: The workers that share the batch.
-        rows: Rows of the batch; None if no input has rows.
-        carried: For each tensor input whether it has rows.
-        wants_grad: For each tensor input whether its gradient is wanted.
-        is_split: Whether each worker computes its rows only.
-        note: Why not, or what else the user should know.
-        num_own_rows: How many rows this worker computes; None if it computes all.
-    """
-
-    axis: Axis
-    rows: int | None
-    carried: Sequence[bool]
-    wants_grad: tuple[bool, ...]
-    is_split: bool
-    note: str = ""
-    num_own_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -178,12 +160,17 @@ class CallPreparation:
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         with_rows = {id(tensor) for tensor, carries in zip(tensors, carried) if carries}
         first_dims = tuple(0 if id(leaf) in with_rows else None for leaf in leaves)
-        verdict = self._verdict(kind, call, args, kwargs, rows, first_dims, local, any(command.wants_grad))
+        item_kind: Hashable = None
+        items: Items | None = None if any(local) else find_pictures(args, kwargs)
+        if items is not None:  # the sizes of their tensors say nothing about rows
+            verdict = SplitVerdict.unsplit(why_whole(axis.size, model.plan.micro_batches, _PICTURES))
+        else:
+            verdict = self._verdict(kind, call, args, kwargs, rows, first_dims, local, any(command.wants_grad))
+            items = find_items(args, kwargs) if not verdict.split and axis.size > 1 else None
         if verdict.added:
             return AddsMembers(verdict.added)
-        item_kind: Hashable = None
-        if not verdict.split and axis.size > 1 and not any(local) and not any(command.wants_grad):
-            item_kind, verdict = self._verdict_on_items(kind, call, (args, kwargs), rows, verdict)
+        if items is not None and axis.size > 1 and not any(local) and not any(command.wants_grad):
+            item_kind, verdict = self._verdict_on_items(kind, call, items, rows, verdict)
         if not verdict.split and rows is not None and axis.size > 1:
             names = names_with_rows(model.module, rows, leaves[0])
             if reads := self._reads((kind, "rows"), names, call, args, kwargs, rows):
@@ -199,14 +186,12 @@ class CallPreparation:
                 "inputs that the script has read",
                 "x = x.detach().cpu().to(x.device)",
             )
-        verdict, batch = batch_of(verdict, Batch(rows, carried), tensors, leaves, axis.size)
+        verdict, batch = batch_of(verdict, Batch(rows, carried), tensors, leaves, axis.size, items)
         call, share = split_call(call, verdict, batch.rows, first_dims, args, kwargs)
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
-        batch_rows, num_own = None if verdict.dims else batch.rows, None
-        if share is not None and not verdict.dims:
-            num_own = 0 if call.lacks_rows else share.stop - share.start
-        roles = Roles(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, num_own)
+        has_pictures, batch_rows = isinstance(items, PictureRows), None if verdict.dims else batch.rows
+        roles = Roles(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, has_pictures)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
@@ -251,15 +236,32 @@ class CallPreparation:
             meets_failed=axis.size == model.device.world_size and not fsdp_roots(model.module),
         )
 
-    def try_otherwise(self, prepared: PreparedCall, reason: object) -> None:
-        """From now on calls of this kind are computed whole by every worker, unless a forward that gathers rows took
-        another way than when it was tried (layers that set themselves up in a first call): then it is tried anew."""
-        earlier = self.earlier.setdefault(prepared.kind, [])
-        if prepared.call.gathering is not None and len(earlier) < _MOST_WAYS:
+    def prepare_otherwise(self, prepared: PreparedCall, divergence: Diverged, *arguments: Any) -> PreparedCall:
+        """Returns how a call runs whose rows have diverged. A collective.
+
+        Its kind is tried anew where a forward that gathers rows took another way than when it was tried (layers that
+        set themselves up in a first call), or no such items were tried; else it is computed whole, or only this call.
+
+        Args:
+            prepared: How the call ran.
+            divergence: How it has ended.
+            *arguments: Those of `prepare`.
+        """
+        call, earlier = prepared.call, self.earlier.setdefault(prepared.kind, [])
+        if call.gathering is not None and len(earlier) < _MOST_WAYS:
             earlier.append(self.verdicts.pop(prepared.kind))
+        elif divergence.is_of_kind or call.items is None:
+            self.verdicts[prepared.kind] = SplitVerdict.unsplit(f"{UNSPLIT}: {divergence}")
+        elif call.items.may_lack is None:
+            self.verdicts.pop(prepared.kind)
         else:
-            self.verdicts[prepared.kind] = SplitVerdict.unsplit(f"{UNSPLIT}: {reason}")
+            call = replace(call, mode="unsplit", items=None, kinds=None)
+            roles = prepared.roles._replace(is_split=False, note=f"{UNSPLIT}: {divergence}")
+            return replace(prepared, call=call, execute=way_to_execute(call, self.model.plan), roles=roles)
         self.prepared.clear()
+        found = self.prepare(*arguments)
+        assert isinstance(found, PreparedCall)
+        return found
 
     def _cuts_heads(self, nesting: Nesting, local: list[bool]) -> Callable[[list[Tensor]], list[Tensor]] | None:
         tensor = self.model.applied.tensor
@@ -359,8 +361,7 @@ class CallPreparation:
                 require_full_parameters(self.model.module, self.model.plan, verdict.written[0])
                 self.written = list({*self.written, *map(self.model.module.get_parameter, verdict.written)})
             if not verdict.split:
-                what = UNSPLIT if workers > 1 else _NOT_CUT
-                verdict = replace(verdict, reason=f"{what}: {verdict.reason}")
+                verdict = replace(verdict, reason=why_whole(workers, pieces, verdict.reason))
             if verdict.steps:
                 self.gathering.setdefault(kind, verdict.dims or first_dims)
             self.of_one_size.update((kind,) if verdict.is_about_one_size else ())
@@ -374,25 +375,24 @@ class CallPreparation:
         return verdict
 
     def _verdict_on_items(
-        self, kind: Hashable, call: Call, given: Arguments, rows: int | None, verdict: SplitVerdict
+        self, kind: Hashable, call: Call, items: Items, rows: int | None, verdict: SplitVerdict
     ) -> tuple[Hashable, SplitVerdict]:
         """Whether calls like this one may be split by items, and what such calls have in common.
 
         Args:
             kind: What calls have in common of which the same is true.
             call: What is to run.
-            given: Its positional and its keyword arguments.
+            items: Those of its arguments.
             rows: Rows of the batch; None if no input has rows.
             verdict: What is true of it if there are no items, or if they cannot be computed apart.
         """
         plan = self.model.plan
-        runs_at_once = plan.tensor == plan.pipeline == plan.micro_batches == 1 and plan.recompute == "none"
-        items = find_items(*given) if runs_at_once else None
-        if items is None or items.count < call.axis.size:
+        runs_at_once = plan.tensor == plan.pipeline == plan.micro_batches == 1
+        if not runs_at_once or items.count < call.axis.size:
             return kind, verdict
         item_kind = kind, "items", items.differing_sizes()
         if item_kind not in self.verdicts:
-            found = check_items(call, items)
+            found = check_items(call, items, recomputes=plan.recompute != "none")
             self._faults += found.faults
             before = UNSPLIT if (rows or 0) < call.axis.size else f"{verdict.reason}. As {items.count} items"
             self.verdicts[item_kind] = found if found.split else replace(found, reason=f"{before}: {found.reason}")

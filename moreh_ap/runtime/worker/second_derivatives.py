@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.call.execution import Execution
 from moreh_ap.parallelizer.call.gradient_pass import GradientPass
-from moreh_ap.runtime.worker.call_preparation import Roles
+from moreh_ap.parallelizer.call.roles import Roles
 
 KIND_OF_GRADIENT = {"rows": "rows", "same": "share", "share": "same"}
 """An output that every worker computes alike is used by each for its rows; a share of a sum gets the sum's gradient."""
@@ -52,4 +52,4 @@ def differentiate(
     gradient = GradientPass(run, own, tuple(result_kinds), watched, parameters)
     inputs = [bool(kinds) and kinds[index] == "rows" for index in given] + [carried[index] for index in wanted]
     wants_again = (*(wants[index] for index in given), *(True for _ in wanted))
-    return gradient, Roles(roles.axis, roles.rows, inputs, wants_again, roles.is_split, num_own_rows=roles.num_own_rows)
+    return gradient, Roles(roles.axis, roles.rows, inputs, wants_again, roles.is_split)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call.execution import Execution, PastExecution
+from moreh_ap.parallelizer.call.roles import Roles
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
@@ -52,7 +53,7 @@ from moreh_ap.protocol.pytree import pickle_for_others
 from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.answers.late_replies import LateReply
 from moreh_ap.runtime.worker.cache_arguments import without_cache
-from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall, Roles
+from moreh_ap.runtime.worker.call_preparation import CallPreparation, PreparedCall
 from moreh_ap.runtime.worker.commands.tables import Handlers, Tables
 from moreh_ap.runtime.worker.row_shard_store import RowShard, met_late
 from moreh_ap.runtime.worker.second_derivatives import KIND_OF_GRADIENT, differentiate
@@ -123,9 +124,8 @@ class CallCommands:
                     before.put_back()
                 elif versions != [tensor._version for tensor in model.module.buffers()]:
                     raise divergence.after_changes() from divergence
-                preparation.try_otherwise(prepared, divergence)
-                prepared = preparation.prepare(key, signature, command, arrived.whole(), local, random)
-                assert isinstance(prepared, PreparedCall)
+                again = key, signature, command, arrived.whole(), local, random
+                prepared = preparation.prepare_otherwise(prepared, divergence, *again)
         if before is not None:
             added = before.members.added()
             if added:
@@ -265,8 +265,7 @@ class WorkerCall:
         warnings, self.model.unseen_changes.warnings = tuple(self.model.unseen_changes.warnings), []
         faults, self.model.faults = tuple(self.model.faults), []
         found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings, faults
-        reply = ForwardReply(nesting, leaves, mode, *found)
-        return reply if self.answers else None
+        return ForwardReply(nesting, leaves, mode, *found, roles.vary(leaves)) if self.answers else None
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output, which may be in another precision than the script was promised."""

@@ -192,13 +192,16 @@ class WorkerOptimizer:
         self._device = device
         self._is_on_host = device.is_cuda and any(one.is_cpu for group in here for one in group)
         self._offloaded = OffloadedState(self._optimizer) if offload else None
-        if device.is_cuda and not offload and not self._is_on_host:
+        self._fuses = device.is_cuda and not offload and not self._is_on_host
+        if self._fuses:
             fuse_where_possible(self._optimizer)
 
     def step(self, changes: dict[int, dict[str, Any]], scaling: Mapping[str, Tensor]) -> None:
         """Take over changed hyper-parameters, then step; `scaling` is what a fused step reads as attributes."""
         for index, values in changes.items():
             self._optimizer.param_groups[index].update(values)
+        if changes and self._fuses:  # the first step brings every value of the script's groups, `fused` among them
+            fuse_where_possible(self._optimizer)
         if self._is_on_host:
             scaling = {name: value.cpu() for name, value in scaling.items()}
         vars(self._optimizer).update(scaling)

@@ -79,6 +79,7 @@ class Structure:
         is_report: Whether the result is a `Report`, with records of hooks or of attributes that were set.
         has_cache: Whether a key-value cache of transformers is in the result.
         returned: Which argument is the result, if any; see `returned_arguments.py`.
+        varies: Whether sizes depend on the values of the arguments.
     """
 
     treespec: TreeSpec
@@ -91,6 +92,7 @@ class Structure:
     is_report: bool = False
     has_cache: bool = False
     returned: Place | None = None
+    varies: bool = False
 
     @staticmethod
     def of(replies: Sequence[ForwardReply | None]) -> Structure:
@@ -129,6 +131,7 @@ class Structure:
             is_report=treespec.context is Report,
             has_cache=contains_cache(treespec),
             returned=first_answer.returned,
+            varies=first_answer.varies,
         )
 
     def promises_the_same(self, other: Structure) -> bool:
@@ -150,10 +153,11 @@ class Structure:
     def predictable(self) -> bool:
         """Returns whether another call of the same signature must have the same structure.
 
-        That is so if no leaf is a computed number and no attribute is set, since these may depend on anything.
+        That is so if no leaf is a computed number and no attribute is set, since these may depend on anything, and if
+        sizes do not depend on values.
         """
         constants = (leaf.constant for leaf in self.leaves if leaf.kind == "const")
-        return not self.attributes and all(constant is None for constant in constants)
+        return not self.attributes and not self.varies and all(constant is None for constant in constants)
 
 
 def form_of(replies: Sequence[Any]) -> list[Any] | None:

@@ -19,6 +19,7 @@ from moreh_ap.errors import PlanError
 from moreh_ap.integrations.transformers_reduced import cut_config, depth_with_every_kind, reduce_config, without_dropout
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.protocol.objects.picture_rows import find_pictures
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.protocol.script_code.replaced_forwards import has_another_forward
 from moreh_ap.session.verification.equivalence import Subject, Training, as_a_fresh_process, reference
@@ -287,6 +288,9 @@ def _with_rows(args: Any, kwargs: Any, rows: int) -> tuple[Any, Any]:
     present = next((tensor.shape[0] for tensor in _tensors(args, kwargs) if tensor.dim() > 0), 0)
     if not present:
         return args, kwargs
+    items = find_pictures(args, kwargs)
+    if items is not None:
+        return items.select([row % items.count for row in range(rows)])
     index = torch.arange(rows) % present
 
     def pick(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.data.recompute import apply_recompute
 from moreh_ap.parallelizer.items.item_probe import check_items
 from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, PER_ITEM, SUM
 from moreh_ap.parallelizer.items.item_results import ITEMS, SHARE
@@ -50,6 +51,33 @@ class MeansOfItems(PadsAll):
         return sum(F.mse_loss(self.layer(one), one[:, :1], reduction="sum") for one in sequences) / len(sequences)
 
 
+class Block(nn.Module):
+    """Divides by how many numbers of all items are positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.layer(x)
+        return x.tanh() * 100 / (x > 0).sum()
+
+
+class Recomputed(PadsAll):
+    """Blocks that compute their activations again, in which items meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        apply_recompute(self.blocks, "full")
+
+    def forward(self, sequences):
+        hidden = torch.cat(sequences)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.layer(hidden).square().sum()
+
+
 class Nothing(PadsAll):
     def forward(self, sequences):
         return ()
@@ -65,11 +93,12 @@ class Raises(PadsAll):
         raise ValueError("never runs")
 
 
-def check(module: nn.Module, lengths=(4, 6, 3, 7, 5, 2)) -> SplitVerdict:
+def check(module: nn.Module, lengths=(4, 6, 3, 7, 5, 2), recomputes: bool = False) -> SplitVerdict:
     torch.manual_seed(0)
     items = find_items(([torch.randn(length, 3) for length in lengths],), {})
     assert items is not None and items.count == len(lengths)
-    return check_items(Call(module, "unsplit", torch.device("cpu"), axis=Axis(0, 1, None)), items)
+    call = Call(module, "unsplit", torch.device("cpu"), axis=Axis(0, 1, None))
+    return check_items(call, items, recomputes=recomputes)
 
 
 def test_what_is_padded_counted_and_listed_is_learned():
@@ -82,6 +111,13 @@ def test_what_is_padded_counted_and_listed_is_learned():
     assert [part.kind for part in verdict.items.merge.parts] == [SHARE, ITEMS]
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_items_that_meet_in_blocks_that_are_computed_again():
+    """The second run has the numbers of all items that the first one got."""
+    verdict = check(Recomputed(), recomputes=True)
+    assert verdict.split and verdict.items is not None
+    assert list(verdict.items.numbers.values()).count((SUM,)) == 2
 
 
 def test_a_mean_over_items_is_divided_by_all_of_them():

@@ -228,3 +228,20 @@ def test_other_classes_stay_as_they_are():
         optimizer = cls([nn.Parameter(torch.ones(2))])
         fuse_where_possible(optimizer)
         assert optimizer.param_groups[0]["fused"] is None
+
+
+@pytest.mark.parametrize("said", [{}, {"foreach": True}])
+def test_the_values_of_the_first_step_leave_it_fused(mesh, said):
+    """They are those of the script's groups: `fused` is None among them where the script has said nothing."""
+    shards = parameters(mesh)
+    optimizer = on_worker(shards, torch.optim.AdamW)
+    optimizer._fuses = True  # as on a GPU
+    sent = {**torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=0.5, **said).param_groups[0]}
+    del sent["params"]
+    give_gradients(shards, mesh, 0)
+    optimizer.step({0: sent}, {})
+    (group,) = optimizer._optimizer.param_groups
+    assert group["lr"] == 0.5 and group["fused"] is (None if said else True)
+    give_gradients(shards, mesh, 1)
+    optimizer.step({0: {"lr": 0.25}}, {})
+    assert group["lr"] == 0.25 and group["fused"] is (None if said else True)

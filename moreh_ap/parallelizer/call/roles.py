@@ -1,0 +1,48 @@
+"""How workers share a call: which of them, which rows of its arguments each has.
+
+Must not know how that was found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.protocol.batch import row_range
+from moreh_ap.protocol.messages.tensors import LeafReply
+
+
+class Roles(NamedTuple):
+    """How workers share a call.
+
+    Attributes:
+        axis: The workers that share the batch.
+        rows: Rows of the batch; None if no input has rows.
+        carried: For each tensor input whether it has rows.
+        wants_grad: For each tensor input whether its gradient is wanted.
+        is_split: Whether each worker computes its rows only.
+        note: Why not, or what else the user should know.
+        has_pictures: Whether rows of tokens have pictures, whose sizes results may have.
+    """
+
+    axis: Axis
+    rows: int | None
+    carried: Sequence[bool]
+    wants_grad: tuple[bool, ...]
+    is_split: bool
+    note: str = ""
+    has_pictures: bool = False
+
+    @property
+    def num_own_rows(self) -> int | None:
+        """How many rows this worker computes; None if it computes all."""
+        if not self.is_split or self.rows is None:
+            return None
+        start, stop = row_range(self.axis.rank, self.axis.size, self.rows)
+        return stop - start
+
+    def vary(self, leaves: Sequence[LeafReply]) -> bool:
+        """Returns whether a result with these leaves may have other sizes in another call like this one."""
+        sizes = (leaf.shape[:1] for leaf in leaves if leaf.kind == "same")
+        return self.has_pictures and any(size not in ((), (self.rows,)) for size in sizes)
