@@ -165,3 +165,25 @@ def test_sizes_of_results_that_depend_on_pictures(accelerator, plan):
 def test_layers_may_be_split(accelerator):
     accelerator("tensor=2")
     assert_same(*on_both(lambda device: train("patches", device)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_as_many_pictures_as_rows_by_chance(accelerator, plan):
+    """Batches of one form: where each row has one picture they are ordinary rows, and where it has not they are not."""
+    accelerator(plan, strict=True)
+
+    def script(device):
+        model, trace = gemma().to(device), []
+        for seed, counts in enumerate(([1, 1, 1, 1], [1, 1, 1, 1], [2, 0, 1, 1], [2, 1, 1, 0], [1, 1, 1, 1])):
+            draws = torch.Generator().manual_seed(seed)
+            ids = torch.randint(1, BEHIND - 1, (len(counts), LENGTH), generator=draws)
+            for row, count in zip(ids, counts):
+                row[: 4 * count] = PICTURE
+            given = {"input_ids": ids, "pixel_values": torch.randn(4, 3, 16, 16, generator=draws)}
+            given |= {"labels": ids.masked_fill(ids == PICTURE, -100), "token_type_ids": (ids == PICTURE).long()}
+            loss = model(**{name: value.to(device) for name, value in given.items()}).loss
+            loss.backward()
+            trace.append(loss.detach())
+        return [*trace, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)

@@ -13,7 +13,7 @@ tokens ask for.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def find_pictures(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PictureRo
         entries = [leaf for leaf in entries if leaf is not own]
         found.append(Pictures(sizes, own, one, bounds))
     for own in entries:
-        bounds = _bounds([1] * len(own), tokens) if own.ndim > 2 and len(own) > 1 else None
+        bounds = _bounds([1] * len(own), tokens[:1]) if own.ndim > 2 and len(own) > 1 else None
         if bounds is not None and bounds != list(range(count + 1)):  # else they are ordinary rows
             found.append(Pictures([1] * len(own), own, None, bounds))
     return PictureRows(given, tokens[0], found) if found else None
@@ -121,24 +121,20 @@ def _bounds(sizes: Sequence[int], tokens: Sequence[Tensor]) -> list[int] | None:
     """Returns the first picture of each row, and behind them their number; None where no number stands for them.
 
     Args:
-        sizes: The size of each picture. Many patches or pixels share a token, or each picture has several.
+        sizes: The size of each picture. Patches or pixels share a token; a picture of size 1 has several.
         tokens: Matrices of whole numbers with the same rows.
     """
     total = sum(sizes)
     ends = {0: 0, **{end: number for number, end in enumerate(accumulate(sizes), start=1)}}
     for matrix in tokens:
-        numbers, places = matrix.cpu().unique(return_inverse=True)
-        counts = torch.zeros(len(matrix), len(numbers), dtype=torch.int64).scatter_add_(
-            1, places, torch.ones_like(places)
-        )
-        each = counts.sum(0)
-        for column in each.argsort(descending=True).tolist():
+        numbers, places, each = matrix.cpu().unique(return_inverse=True, return_counts=True)
+        shares = each % total == 0 if total == len(sizes) else total % each == 0
+        columns = torch.where(shares & (each > 1) & (numbers > 0))[0].tolist()
+        for column in sorted(columns, key=each.tolist().__getitem__, reverse=True):  # pictures take most of the words
             standing = int(each[column])
-            if numbers[column] <= 0 or min(total, standing) < 2 or (total % standing and standing % total):
+            if standing == len(sizes) == total:  # any word may be there as often as there are pictures
                 continue
-            behind = [int(one) * total for one in counts[:, column].cumsum(0)]
-            if all(one % standing == 0 and one // standing in ends for one in behind):
-                bounds = [0, *(ends[one // standing] for one in behind)]
-                if all(first <= after for first, after in pairwise(bounds)):
-                    return bounds
+            behind = [end * total for end in (places == column).sum(1).cumsum(0).tolist()]
+            if all(end % standing == 0 and end // standing in ends for end in behind):
+                return [0, *(ends[end // standing] for end in behind)]
     return None

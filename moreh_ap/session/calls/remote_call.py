@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, on_host
 from moreh_ap.device.values import Cell, Value
-from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, ReleaseCalls
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, RowShardRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
 from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.calls.answer_check import HasToBeRepeated, answered, check_structure, learn_structure
+from moreh_ap.session.calls.call_forms import form_of, have_uneven_pictures
 from moreh_ap.session.calls.input_gradients import InputGradient, Kept
 from moreh_ap.session.calls.joined_leaves import joined_leaf
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
@@ -41,9 +41,6 @@ from moreh_ap.states import ModelPhase
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Argument types whose `repr` identifies the value."""
-
-_FORMS: dict[Hashable, Hashable] = {}
-_MAX_FORMS = 4096
 
 
 class Call:
@@ -91,10 +88,12 @@ class Call:
             flags = process_flags()
         with torch._C.DisableTorchFunction():  # these questions mean the tensors as they are
             wants_grad = tuple([grad and tensor.requires_grad for tensor in tensors])
-            forms = tuple([_form_of(tensor) for tensor in tensors])
+            forms = tuple([form_of(tensor) for tensor in tensors])
             rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
+            if len(tensors) > 1 and max(map(Tensor.dim, tensors)) > 2 and have_uneven_pictures(tensors):
+                rows = None
         changed = (model.training_flags, model.settings.number, autocast, flags)
-        self.kind = (signature, forms, wants_grad, grad, *changed)
+        self.kind = (signature, forms, wants_grad, grad, rows is None, *changed)
         expected = signatures.structures.get(self.kind)
         generator, may_draw = session.generator, expected is None or expected.draws
         streams = generator.streams() if may_draw else None
@@ -386,15 +385,3 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
         if suffices and source is not None and source.mode == expected.mode == "split":
             return OutputRef(value.call.id, value.index)
     return TensorData.of(on_host(tensor), lend=True)
-
-
-def _form_of(tensor: Tensor) -> Hashable:
-    """Returns shape, dtype and order of dims in memory."""
-    if tensor.layout is not torch.strided:
-        return tuple(tensor.shape), tensor.dtype, memory_order(tensor)
-    form = (tensor.shape, tensor.dtype, tensor.stride())
-    if form not in _FORMS:
-        if len(_FORMS) >= _MAX_FORMS:
-            _FORMS.clear()
-        _FORMS[form] = (tuple(tensor.shape), tensor.dtype, memory_order(tensor))
-    return _FORMS[form]
