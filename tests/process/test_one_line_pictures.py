@@ -178,7 +178,7 @@ def test_as_many_pictures_as_rows_by_chance(accelerator, plan):
             draws = torch.Generator().manual_seed(seed)
             ids = torch.randint(1, BEHIND - 1, (len(counts), LENGTH), generator=draws)
             for row, count in zip(ids, counts):
-                row[: 4 * count] = PICTURE
+                row[1 : 1 + 4 * count] = PICTURE
             given = {"input_ids": ids, "pixel_values": torch.randn(4, 3, 16, 16, generator=draws)}
             given |= {"labels": ids.masked_fill(ids == PICTURE, -100), "token_type_ids": (ids == PICTURE).long()}
             loss = model(**{name: value.to(device) for name, value in given.items()}).loss

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 
-NODE, ITEMS, ROWS, SHARE, SAME = "node", "items", "rows", "share", "same"
+NODE, ITEMS, ROWS, ITEM_ROWS, SHARE, SAME = "node", "items", "rows", "item rows", "share", "same"
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Merge:
 
     Attributes:
         kind: `ITEMS`, a list or tuple with an entry for each item; `ROWS`, tensors that follow each other along dim 0;
+            `ITEM_ROWS`, such tensors with a row for each item;
             `SHARE`, summands; `SAME` on every worker; `NODE`, something with parts.
         parts: Of a node.
     """
@@ -70,17 +71,17 @@ class TogetherWith:
             if type(value) not in (list, tuple) or len(value) != items:
                 self.problem = "items decide how the result nests"
             self._travels.append(value)
-        elif merge.kind == ROWS:
+        elif merge.kind in (ROWS, ITEM_ROWS):
             if not isinstance(value, Tensor) or not value.ndim:
                 self.problem = "items decide how the result nests"
-            elif self._stays(value) and len(value) != items:
-                self.problem = "the result has not a row for each item"
-            elif not self._stays(value):
+            elif not self._stays(merge, value):
                 self._travels.append(value)
+            elif len(value) != items:
+                self.problem = "the result has not a row for each item"
 
-    def _stays(self, value: Tensor) -> bool:
+    def _stays(self, merge: Merge, value: Tensor) -> bool:
         """Returns whether every worker keeps the rows of its items: logits of a vocabulary are large."""
-        return self._row_length is not None and self._row_length in value.shape[1:]
+        return merge.kind == ITEM_ROWS and self._row_length is not None and self._row_length in value.shape[1:]
 
     def put_together(self, axis: Axis) -> tuple[Any, list[str]]:
         """Returns one device's result, and the kind of each of its leaves. A collective."""
@@ -92,14 +93,14 @@ class TogetherWith:
             if merge.kind == NODE:
                 parts, spec = parts_of(value)
                 return pytree.tree_unflatten([rebuild(*both) for both in zip(merge.parts, parts, strict=True)], spec)
-            if merge.kind == ROWS and self._stays(value):
+            if merge.kind == ITEM_ROWS and self._stays(merge, value):
                 kinds.append("rows")
                 return value
-            if merge.kind in (ITEMS, ROWS):
+            if merge.kind in (ITEMS, ROWS, ITEM_ROWS):
                 number = next(left)
                 all_parts = [of_worker[number] for of_worker in everyone]
-                is_rows = merge.kind == ROWS
-                value = torch.cat(all_parts) if is_rows else type(value)(one for part in all_parts for one in part)
+                is_list = merge.kind == ITEMS
+                value = type(value)(one for part in all_parts for one in part) if is_list else torch.cat(all_parts)
             is_share = merge.kind == SHARE
             leaves, _ = flatten(value)
             kinds.extend("share" if is_share else "same" if isinstance(one, Tensor) else "const" for one in leaves)

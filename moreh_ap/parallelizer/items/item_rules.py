@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.items.item_recorder import Noted, Total
 from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemRules, Place
-from moreh_ap.parallelizer.items.item_results import ITEMS, NODE, ROWS, SAME, SHARE, Merge, parts_of
+from moreh_ap.parallelizer.items.item_results import ITEM_ROWS, ITEMS, NODE, ROWS, SAME, SHARE, Merge, parts_of
 from moreh_ap.parallelizer.rng.draw_recording import Drawn
 from moreh_ap.parallelizer.rng.row_stream import Round
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows
@@ -187,7 +187,7 @@ def find_merge(whole: Any, parts: Sequence[Any], items: Sequence[int], tolerance
         return Merge(ITEMS)
     inside, spec = parts_of(whole)
     if spec.is_leaf():
-        return Merge(_kind_of_leaf(whole, parts, tolerance))
+        return Merge(_kind_of_leaf(whole, parts, items, tolerance))
     insides = [parts_of(part) for part in parts]
     if any(other != spec for _, other in insides):
         raise Refused("the result of some items nests differently from that of all")
@@ -204,12 +204,12 @@ def _is_listed(value: Any, items: int) -> bool:
     return type(value) in (list, tuple) and len(value) == items
 
 
-def _kind_of_leaf(whole: Any, parts: Sequence[Any], tolerance: float) -> str:
+def _kind_of_leaf(whole: Any, parts: Sequence[Any], items: Sequence[int], tolerance: float) -> str:
     tensors = isinstance(whole, Tensor) and whole.ndim > 0 and all(isinstance(part, Tensor) for part in parts)
     if tensors and all(part.ndim and part.shape[1:] == whole.shape[1:] for part in parts):
         number = sum(part.shape[0] for part in parts)
         if whole.shape[0] == number and close(torch.cat(list(parts)), whole, tolerance):
-            return ROWS
+            return ITEM_ROWS if [len(part) for part in parts] == list(items) else ROWS
     kind = kind_of("the result", whole, parts, tolerance)
     if kind in ("opaque", "count"):
         raise Refused("the result has an object that cannot be compared, or a number that depends on the items")

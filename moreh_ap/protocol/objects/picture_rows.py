@@ -6,8 +6,8 @@ Must not know what is computed from them.
 Models that read pictures and words get the pictures of all rows in one tensor: an entry a picture (Gemma 3), or the
 patches of all, beside the grid of each, of which the product is the number of its patches (Qwen2-VL and those after
 it), or an entry a picture beside the size of each (Pixtral). Which pictures a row has is said by the tokens that stand
-for them: one number, as often as the pictures of the row are large. A row has the next pictures whose size is what its
-tokens ask for.
+for them: one number, as often as the pictures of the row are large, and neither first nor last in a row as padding is.
+A row has the next pictures whose size is what its tokens ask for.
 """
 
 from __future__ import annotations
@@ -121,20 +121,30 @@ def _bounds(sizes: Sequence[int], tokens: Sequence[Tensor]) -> list[int] | None:
     """Returns the first picture of each row, and behind them their number; None where no number stands for them.
 
     Args:
-        sizes: The size of each picture. Patches or pixels share a token; a picture of size 1 has several.
+        sizes: The size of each picture. Patches or pixels share a token; a picture of size 1 has several in a run.
         tokens: Matrices of whole numbers with the same rows.
     """
-    total = sum(sizes)
+    total, are_alike = sum(sizes), sum(sizes) == len(sizes)
     ends = {0: 0, **{end: number for number, end in enumerate(accumulate(sizes), start=1)}}
     for matrix in tokens:
         numbers, places, each = matrix.cpu().unique(return_inverse=True, return_counts=True)
-        shares = each % total == 0 if total == len(sizes) else total % each == 0
-        columns = torch.where(shares & (each > 1) & (numbers > 0))[0].tolist()
+        shares = each % total == 0 if are_alike else total % each == 0
+        columns = torch.where(shares & (each > (total if are_alike else 1)) & (numbers > 0))[0].tolist()
         for column in sorted(columns, key=each.tolist().__getitem__, reverse=True):  # pictures take most of the words
-            standing = int(each[column])
-            if standing == len(sizes) == total:  # any word may be there as often as there are pictures
+            standing, is_here = int(each[column]), places == column
+            if bool(is_here[:, 0].any() | is_here[:, -1].any()):  # padding
                 continue
-            behind = [end * total for end in (places == column).sum(1).cumsum(0).tolist()]
+            if are_alike and bool((_runs(is_here) % (standing // total)).any()):
+                continue
+            behind = [end * total for end in is_here.sum(1).cumsum(0).tolist()]
             if all(end % standing == 0 and end // standing in ends for end in behind):
                 return [0, *(ends[end // standing] for end in behind)]
     return None
+
+
+def _runs(is_here: Tensor) -> Tensor:
+    """Returns the lengths of the runs of true elements in rows that neither begin nor end with one."""
+    starts, stops = (
+        torch.where(one.flatten())[0] for one in (is_here[:, 1:] & ~is_here[:, :-1], is_here[:, :-1] & ~is_here[:, 1:])
+    )
+    return stops - starts

@@ -87,6 +87,11 @@ def test_rows_that_are_repeated():
         {**call(), "pixel_values": patches([8, 4, 16])},
         {"input_ids": tokens([2, 0, 3, 1]), "pixel_values": torch.zeros(3, 3, 5, 5)},
         {"input_ids": tokens([2, 0]), "mask": torch.zeros(1, 1, 12, 12)},
+        {"input_ids": tokens([0, 4, 0]).roll(6, 1), "sound": torch.zeros(2, 3, 5)},
+        {
+            "input_ids": tokens([4, 0, 4])[:, torch.tensor([0, 2, 1, 3, 4, 6, 5, 7, 8, 9, 10, 11])],
+            "sound": torch.zeros(4, 3, 5),
+        },
         {"pixel_values": torch.zeros(4, 3, 5, 5)},
     ],
     ids=[
@@ -96,6 +101,8 @@ def test_rows_that_are_repeated():
         "too few patches",
         "uneven",
         "shared by rows",
+        "padding",
+        "words that are there as often",
         "no rows",
     ],
 )

@@ -13,7 +13,7 @@ PICTURE = 99
 def words(counts: list[int]) -> torch.Tensor:
     ids = torch.arange(12 * len(counts)).view(-1, 12) + 100
     for row, count in zip(ids, counts):
-        row[: 3 * count] = PICTURE
+        row[1 : 1 + 3 * count] = PICTURE
     return ids
 
 
