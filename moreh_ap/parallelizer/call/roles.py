@@ -24,6 +24,7 @@ class Roles(NamedTuple):
         is_split: Whether each worker computes its rows only.
         note: Why not, or what else the user should know.
         has_pictures: Whether rows of tokens have pictures, whose sizes results may have.
+        num_own_rows: How many rows this worker computes; None if it computes all.
     """
 
     axis: Axis
@@ -34,15 +35,23 @@ class Roles(NamedTuple):
     note: str = ""
     has_pictures: bool = False
 
-    @property
-    def num_own_rows(self) -> int | None:
-        """How many rows this worker computes; None if it computes all."""
-        if not self.is_split or self.rows is None:
-            return None
-        start, stop = row_range(self.axis.rank, self.axis.size, self.rows)
-        return stop - start
+    num_own_rows: int | None = None
+
+    @staticmethod
+    def of(
+        axis: Axis,
+        rows: int | None,
+        carried: Sequence[bool],
+        wants_grad: tuple[bool, ...],
+        is_split: bool,
+        note: str = "",
+        has_pictures: bool = False,
+    ) -> Roles:
+        """Returns the roles in which this worker has its part of the rows, if the call is split by rows."""
+        own = range(*row_range(axis.rank, axis.size, rows)) if is_split and rows is not None else None
+        return Roles(axis, rows, carried, wants_grad, is_split, note, has_pictures, None if own is None else len(own))
 
     def vary(self, leaves: Sequence[LeafReply]) -> bool:
-        """Returns whether a result with these leaves may have other sizes in another call like this one."""
+        """Returns whether a result with these leaves, of a call with pictures, may have other sizes in another call."""
         sizes = (leaf.shape[:1] for leaf in leaves if leaf.kind == "same")
-        return self.has_pictures and any(size not in ((), (self.rows,)) for size in sizes)
+        return any(size not in ((), (self.rows,)) for size in sizes)

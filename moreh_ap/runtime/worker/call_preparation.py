@@ -191,7 +191,7 @@ class CallPreparation:
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         has_pictures, batch_rows = isinstance(items, PictureRows), None if verdict.dims else batch.rows
-        roles = Roles(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, has_pictures)
+        roles = Roles.of(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, has_pictures)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
@@ -256,7 +256,7 @@ class CallPreparation:
             self.verdicts.pop(prepared.kind)
         else:
             call = replace(call, mode="unsplit", items=None, kinds=None)
-            roles = prepared.roles._replace(is_split=False, note=f"{UNSPLIT}: {divergence}")
+            roles = prepared.roles._replace(is_split=False, num_own_rows=None, note=f"{UNSPLIT}: {divergence}")
             return replace(prepared, call=call, execute=way_to_execute(call, self.model.plan), roles=roles)
         self.prepared.clear()
         found = self.prepare(*arguments)

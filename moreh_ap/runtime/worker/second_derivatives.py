@@ -52,4 +52,4 @@ def differentiate(
     gradient = GradientPass(run, own, tuple(result_kinds), watched, parameters)
     inputs = [bool(kinds) and kinds[index] == "rows" for index in given] + [carried[index] for index in wanted]
     wants_again = (*(wants[index] for index in given), *(True for _ in wanted))
-    return gradient, Roles(roles.axis, roles.rows, inputs, wants_again, roles.is_split)
+    return gradient, Roles.of(roles.axis, roles.rows, inputs, wants_again, roles.is_split)
