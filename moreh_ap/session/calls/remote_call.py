@@ -21,16 +21,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, on_host
 from moreh_ap.device.values import Cell, Value
+from moreh_ap.protocol.memory_format import memory_order
 from moreh_ap.protocol.messages.calls import Backward, Forward, ReadOutputs, ReleaseCalls
 from moreh_ap.protocol.messages.tensors import MAX_INLINE_BYTES, LeafReply, OutputRef, RowShardRef, StateRef, TensorData
 from moreh_ap.protocol.process_flags import GETTERS, process_flags
 from moreh_ap.runtime.relay.worker_values import ItemValues
 from moreh_ap.session.calls.answer_check import HasToBeRepeated, answered, check_structure, learn_structure
-from moreh_ap.session.calls.call_forms import form_of, have_uneven_pictures
 from moreh_ap.session.calls.input_gradients import InputGradient, Kept
 from moreh_ap.session.calls.joined_leaves import joined_leaf
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
 from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
+from moreh_ap.session.calls.uneven_pictures import look_like_rows
 from moreh_ap.session.models.parameter_gradients import refuse_calls_of_before, separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
@@ -41,6 +42,8 @@ from moreh_ap.states import ModelPhase
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Argument types whose `repr` identifies the value."""
+
+_FORMS, _MAX_FORMS = dict[Hashable, Hashable](), 4096
 
 
 class Call:
@@ -74,8 +77,7 @@ class Call:
 
     def send(self, tensors: list[Tensor], grad: bool) -> Structure:
         """Sends the forward; returns the structure of its result. Waits only if that cannot be predicted."""
-        model, signature = self.model, self._signature
-        session, signatures = model.session, model.signatures
+        model, signature, session, signatures = self.model, self._signature, self.model.session, self.model.signatures
         training = model.send_changes()
         self._is_computed_later = grad and model.runs_after_answer
         if not grad:
@@ -88,10 +90,9 @@ class Call:
             flags = process_flags()
         with torch._C.DisableTorchFunction():  # these questions mean the tensors as they are
             wants_grad = tuple([grad and tensor.requires_grad for tensor in tensors])
-            forms = tuple([form_of(tensor) for tensor in tensors])
+            forms = tuple([_form_of(tensor) for tensor in tensors])
             rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
-            if len(tensors) > 1 and max(map(Tensor.dim, tensors)) > 2 and have_uneven_pictures(tensors):
-                rows = None
+            rows = None if len(tensors) > 1 and max(map(Tensor.dim, tensors)) > 2 and look_like_rows(tensors) else rows
         changed = (model.training_flags, model.settings.number, autocast, flags)
         self.kind = (signature, forms, wants_grad, grad, rows is None, *changed)
         expected = signatures.structures.get(self.kind)
@@ -385,3 +386,15 @@ def _encode(tensor: Tensor, rows: int | None, expected: Structure | None) -> Ten
         if suffices and source is not None and source.mode == expected.mode == "split":
             return OutputRef(value.call.id, value.index)
     return TensorData.of(on_host(tensor), lend=True)
+
+
+def _form_of(tensor: Tensor) -> Hashable:
+    """Returns shape, dtype and order of dims in memory."""
+    if tensor.layout is not torch.strided:
+        return tuple(tensor.shape), tensor.dtype, memory_order(tensor)
+    form = (tensor.shape, tensor.dtype, tensor.stride())
+    if form not in _FORMS:
+        if len(_FORMS) >= _MAX_FORMS:
+            _FORMS.clear()
+        _FORMS[form] = (tuple(tensor.shape), tensor.dtype, memory_order(tensor))
+    return _FORMS[form]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.session.calls.call_forms import form_of, have_uneven_pictures
+from moreh_ap.session.calls.uneven_pictures import look_like_rows
 
 PICTURE = 99
 
@@ -22,15 +22,9 @@ def words(counts: list[int]) -> torch.Tensor:
 )
 def test_as_many_pictures_as_rows(counts, uneven):
     tensors = [words(counts), torch.zeros(3, 3, 4, 4)]
-    assert have_uneven_pictures(tensors) is uneven and have_uneven_pictures(tensors[::-1]) is uneven
+    assert look_like_rows(tensors) is uneven and look_like_rows(tensors[::-1]) is uneven
 
 
 def test_other_calls_are_not_looked_at():
-    assert not have_uneven_pictures([torch.zeros(3, 3, 4, 4), torch.zeros(3, 4)])
-    assert not have_uneven_pictures([words([2, 0, 1]), torch.zeros(4, 3, 4, 4)]), "no tensor looks like rows"
-
-
-def test_a_form_is_shape_dtype_and_order():
-    pictures = torch.zeros(2, 3, 4, 5)
-    assert form_of(pictures) == form_of(torch.ones(2, 3, 4, 5)) != form_of(pictures.double())
-    assert form_of(pictures) != form_of(pictures.to(memory_format=torch.channels_last))
+    assert not look_like_rows([torch.zeros(3, 3, 4, 4), torch.zeros(3, 4)])
+    assert not look_like_rows([words([2, 0, 1]), torch.zeros(4, 3, 4, 4)]), "no tensor looks like rows"
