@@ -34,7 +34,6 @@ class Roles(NamedTuple):
     is_split: bool
     note: str = ""
     has_pictures: bool = False
-
     num_own_rows: int | None = None
 
     @staticmethod

@@ -97,6 +97,7 @@ def find_pictures(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PictureRo
     if not tokens or not entries or not tokens[0].numel():
         return None
     found, count = [], len(tokens[0])
+    one_each = list(range(count + 1))  # with an entry each: ordinary rows
     tokens = [one for one in tokens if len(one) == count]
     for one in grids:
         sizes = one.prod(1).tolist()
@@ -104,10 +105,11 @@ def find_pictures(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PictureRo
         if own is None or (bounds := _bounds(sizes, tokens)) is None:
             return None
         entries = [leaf for leaf in entries if leaf is not own]
-        found.append(Pictures(sizes, own, one, bounds))
+        if len(own) != count or bounds != one_each:
+            found.append(Pictures(sizes, own, one, bounds))
     for own in entries:
         bounds = _bounds([1] * len(own), tokens[:1]) if own.ndim > 2 and len(own) > 1 else None
-        if bounds is not None and bounds != list(range(count + 1)):  # else they are ordinary rows
+        if bounds is not None and bounds != one_each:
             found.append(Pictures([1] * len(own), own, None, bounds))
     return PictureRows(given, tokens[0], found) if found else None
 

@@ -31,7 +31,7 @@ from moreh_ap.session.calls.input_gradients import InputGradient, Kept
 from moreh_ap.session.calls.joined_leaves import joined_leaf
 from moreh_ap.session.calls.output_watchers import OutputWatchers, RemovableWatcher, Watcher, read_gradients
 from moreh_ap.session.calls.row_shard_values import Located, RowShardedValue, RowShardedView, row_shard_ref_of
-from moreh_ap.session.calls.uneven_pictures import look_like_rows
+from moreh_ap.session.calls.uneven_pictures import are_no_rows
 from moreh_ap.session.models.parameter_gradients import refuse_calls_of_before, separate_gradients
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.models.signatures import Structure
@@ -92,7 +92,7 @@ class Call:
             wants_grad = tuple([grad and tensor.requires_grad for tensor in tensors])
             forms = tuple([_form_of(tensor) for tensor in tensors])
             rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None)
-            rows = None if len(tensors) > 1 and max(map(Tensor.dim, tensors)) > 2 and look_like_rows(tensors) else rows
+            rows = None if len(tensors) > 1 and max(map(Tensor.dim, tensors)) > 2 and are_no_rows(tensors) else rows
         changed = (model.training_flags, model.settings.number, autocast, flags)
         self.kind = (signature, forms, wants_grad, grad, rows is None, *changed)
         expected = signatures.structures.get(self.kind)

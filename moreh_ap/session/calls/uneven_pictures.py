@@ -15,7 +15,7 @@ from moreh_ap.device.values import Here
 from moreh_ap.protocol.objects.picture_rows import find_pictures
 
 
-def look_like_rows(tensors: Sequence[Tensor]) -> bool:
+def are_no_rows(tensors: Sequence[Tensor]) -> bool:
     """Returns whether rows of tokens have as many pictures as there are rows, but not one each.
 
     Then the first dim of the pictures counts no rows, although it is as large. See `picture_rows.py`.

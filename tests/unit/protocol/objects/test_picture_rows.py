@@ -68,6 +68,7 @@ def test_an_entry_a_picture():
     assert items is not None
     (_, some, own), _ = items.select([1])
     assert some[:, 0, 0, 0].tolist() == [2.0] and own.tolist() == [[8, 8]]
+    assert find_pictures((tokens([2, 1, 4]), pictures[:3], sizes), {}) is None, "one each: ordinary rows"
 
 
 def test_rows_that_are_repeated():

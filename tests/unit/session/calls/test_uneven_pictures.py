@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.session.calls.uneven_pictures import look_like_rows
+from moreh_ap.session.calls.uneven_pictures import are_no_rows
 
 PICTURE = 99
 
@@ -22,9 +22,9 @@ def words(counts: list[int]) -> torch.Tensor:
 )
 def test_as_many_pictures_as_rows(counts, uneven):
     tensors = [words(counts), torch.zeros(3, 3, 4, 4)]
-    assert look_like_rows(tensors) is uneven and look_like_rows(tensors[::-1]) is uneven
+    assert are_no_rows(tensors) is uneven and are_no_rows(tensors[::-1]) is uneven
 
 
 def test_other_calls_are_not_looked_at():
-    assert not look_like_rows([torch.zeros(3, 3, 4, 4), torch.zeros(3, 4)])
-    assert not look_like_rows([words([2, 0, 1]), torch.zeros(4, 3, 4, 4)]), "no tensor looks like rows"
+    assert not are_no_rows([torch.zeros(3, 3, 4, 4), torch.zeros(3, 4)])
+    assert not are_no_rows([words([2, 0, 1]), torch.zeros(4, 3, 4, 4)]), "no tensor looks like rows"
