@@ -254,6 +254,11 @@ def slower_than_all_line(count: int, num_devices: int, seconds: float, all_s: fl
     )
 
 
+def own_step_line(name: str, reason: str) -> str:
+    """Returns the line for an optimizer whose steps the workers cannot take; `reason` goes on after its name."""
+    return f"{name} steps in the script's process, one operation after the other, which is slower: it {reason}"
+
+
 def own_process_line(name: str, step_megaflops: float, num_devices: int) -> str:
     """Returns the line for a model that is too small for workers."""
     return (

@@ -89,6 +89,9 @@ class WorkerBackend(Protocol):
     def step_on_workers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the replacement of `original`, the `step` of one of these classes."""
 
+    def step_of_own(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Takes a step of an optimizer of another class, on the workers if they can, else by its own method."""
+
     def zero_grad_on_workers(self, original: Callable[..., None]) -> Callable[..., None]:
         """Returns the replacement of `original`, `torch.optim.Optimizer.zero_grad`."""
 

@@ -23,7 +23,12 @@ from moreh_ap.session.calls.answer_check import MakesMembers
 from moreh_ap.session.calls.extended_call import ExtendedCalls, call_remotely
 from moreh_ap.session.model_registry import ModelRegistry, Route
 from moreh_ap.session.models.parameter_gradients import clear_gradients_of, expected_will_do
-from moreh_ap.session.models.remote_optimizer import clearing_on_workers, elementwise_optimizers, stepping_on_workers
+from moreh_ap.session.models.remote_optimizer import (
+    clearing_on_workers,
+    elementwise_optimizers,
+    step_of_own,
+    stepping_on_workers,
+)
 from moreh_ap.session.models.script_hooks import RunsInScriptOnly
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.rng_streams import AcceleratorGenerator
@@ -113,6 +118,9 @@ class SessionBackend:
 
     def step_on_workers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return stepping_on_workers(self._session, original)
+
+    def step_of_own(self, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        return step_of_own(self._session, optimizer, original, args, kwargs)
 
     def zero_grad_on_workers(self, original: Callable[..., None]) -> Callable[..., None]:
         return clearing_on_workers(original)

@@ -73,10 +73,13 @@ class StateHolder:
         session: The session of the workers.
         placement: `OnWorkers.placement` of all tensors of this holder.
         in_order: What `in_order` returns.
+        kept: What the workers forget the tensors with, and which lives as long as one of them.
     """
 
-    def __init__(self, session: Session, placement: str | None = None, in_order: InOrder = ()) -> None:
-        self.session = session
+    def __init__(
+        self, session: Session, placement: str | None = None, in_order: InOrder = (), kept: object = None
+    ) -> None:
+        self.session, self._kept = session, kept
         self._placement = placement
         self._in_order = in_order
 

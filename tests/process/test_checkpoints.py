@@ -31,7 +31,7 @@ OFFLOADED = ["shard=2,replicate=2,offload=all", "tensor=2", "offload=all", "shar
 
 
 class OwnMomentum(torch.optim.Optimizer):
-    """An optimizer of the user's own, whose steps workers do not take."""
+    """An optimizer of the user's own."""
 
     def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from moreh_ap.device.tensor import VirtualTensor
-from moreh_ap.device.worker_backend import WorkerBackend
+from moreh_ap.device.worker_backend import IN_FORCE, WorkerBackend
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches, PatchGroup
+
+SCRIPT_STEP = "script_step"
+"""The attribute in which a class's `step`, once PyTorch has hooks around it, has the function as it was written."""
 
 _NEEDS_MEMORY = {"apex", "deepspeed", "transformer_engine"}
 """Libraries whose optimizers hand the addresses of parameters to code of their own for GPUs. (bitsandbytes, since 0.46,
@@ -23,11 +26,14 @@ registers its operations with PyTorch, as which they run.)"""
 def install(patches: Patches, backend: WorkerBackend) -> None:
     """Have the workers take the steps of their optimizers, and clear and clip their gradients."""
     group = patches.group("Parameters, gradients and the state of optimizers are on the workers.")
+    steps = []
     for cls in backend.optimizer_classes():
         step = backend.step_on_workers(cls.step)
         if hasattr(cls.step, "hooked"):
             step.hooked = cls.step.hooked  # type: ignore[attr-defined]
         group.replace(cls, "step", step, "Takes the step on the workers.")
+        steps.append(step)
+    _redirect_own_steps(group, steps)
     clear = backend.zero_grad_on_workers(torch.optim.Optimizer.zero_grad)
     group.replace(torch.optim.Optimizer, "zero_grad", clear, "Has the workers clear gradients that they have.")
 
@@ -42,6 +48,33 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     _refuse_native_optimizers(group)
     _redirect_clipping(group, backend)
     _redirect_unscaling(group, backend)
+
+
+def _redirect_own_steps(group: PatchGroup, steps: list[Any]) -> None:
+    """Has optimizers of other classes ask, at each step, whether the workers take it.
+
+    Args:
+        group: What is replaced.
+        steps: Those of classes that the workers know.
+    """
+
+    def profile_hook_step(func: Any) -> Any:
+        """Has the class's `step` ask whether the workers take it."""
+        if func in steps:
+            return original(func)
+
+        @functools.wraps(func)
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            backend = IN_FORCE.backend
+            if backend is None:
+                return func(optimizer, *args, **kwargs)
+            return backend.step_of_own(optimizer, func, args, kwargs)
+
+        setattr(step, SCRIPT_STEP, func)
+        return original(step)
+
+    effect = "Has the workers take the steps of other optimizers, where they can."
+    original = group.replace(torch.optim.Optimizer, "profile_hook_step", staticmethod(profile_hook_step), effect)
 
 
 def _refuse_native_optimizers(group: PatchGroup) -> None:

@@ -11,12 +11,23 @@ from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 
 @dataclass(frozen=True)
 class BuildOptimizer:
-    """Make an optimizer over parameters that live on the workers."""
+    """Make an optimizer over parameters that live on the workers.
+
+    Attributes:
+        owner: Its name.
+        pickled_class: Its class.
+        groups: The parameters of each group.
+        defaults: Settings of groups that have none of their own.
+        attributes: Those that the class's `__init__` has set, which is not run then; None for optimizers of torch.
+        needs_whole: Whether a step needs whole parameters; else each element is computed from those at its place.
+    """
 
     owner: str
     pickled_class: bytes
     groups: tuple[tuple[StateRef, ...], ...]
     defaults: dict[str, Any]
+    attributes: dict[str, Any] | None = None
+    needs_whole: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,20 @@ import logging
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from moreh_ap.protocol.hook_records import QuietHook, ReportedHook
 from moreh_ap.protocol.script_code.library_settings import settings_of
+from moreh_ap.protocol.script_code.script_functions import (
+    cells_of,
+    functions_from,
+    functions_in,
+    instructions,
+    title_of,
+)
 from moreh_ap.protocol.script_code.value_forms import is_alike, is_of_script, is_record
 
 PATH, CLASS, CLOSURE, HOOK = "globals of ", "class ", "closure of ", "hook "
@@ -80,23 +87,27 @@ def functions_of(root: nn.Module, with_hooks: bool = False) -> list[types.Functi
     methods: dict[str, list[types.FunctionType]] = {}
     for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
         for name, member in vars(kind).items() if is_of_script(kind.__module__) else ():
-            methods.setdefault(name, []).extend(_functions_in(member))
+            methods.setdefault(name, []).extend(functions_in(member))
     own = [value for module in modules for value in vars(module).values()]
-    waiting = [*methods.get("forward", ()), *(one for value in own for one in _functions_in(value))]
+    waiting = [*methods.get("forward", ()), *(one for value in own for one in functions_in(value))]
     if with_hooks:
         waiting += [function for hook in _hooks_of(root).values() for function in _functions_of_hook(hook)]
-    found: dict[types.FunctionType, None] = {}
-    while waiting:
-        function = waiting.pop()
-        if function in found or not is_of_script(function.__module__):
-            continue
-        found[function] = None
-        for instruction in _instructions(function.__code__):
-            if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                waiting += methods.get(instruction.argval, ())
-            elif instruction.opname == "LOAD_GLOBAL":
-                waiting += _functions_in(function.__globals__.get(instruction.argval))
-    return list(found)
+    return functions_from(waiting, methods)
+
+
+def used_by_method(kind: type, method: Callable[..., Any]) -> tuple[list[Variable], list[Write]]:
+    """Returns the variables outside of an object that a method reads, and the places where it changes some.
+
+    Args:
+        kind: The object's class, whose other methods the method may call.
+        method: A function.
+    """
+    methods: dict[str, list[types.FunctionType]] = {}
+    for base in kind.__mro__:
+        for name, member in vars(base).items() if is_of_script(base.__module__) else ():
+            methods.setdefault(name, []).extend(functions_in(member))
+    functions = functions_from(functions_in(method), methods)
+    return [one for function in functions for one in _read_in(function)], [*_written_in(functions)]
 
 
 def read_by(root: nn.Module) -> list[Variable]:
@@ -108,18 +119,11 @@ def read_by(root: nn.Module) -> list[Variable]:
 
     kinds = _classes_of(root)
     for function in functions_of(root, with_hooks=True):
-        cells = _cells_of(function)
-        instructions = _instructions(function.__code__)
-        for at, instruction in enumerate(instructions):
-            name, following = instruction.argval, instructions[at + 1 : at + 3]
-            if instruction.opname == "LOAD_GLOBAL" and name in function.__globals__:
-                for variable in _reached(function.__globals__, name, following):
-                    add(variable)
-            elif instruction.opname == "LOAD_DEREF" and name in cells:
-                variable = Variable(f"{CLOSURE}{_title(function)}", cells[name], name)
-                if not _is_filled(variable.value(), following):
-                    add(variable)
-            elif instruction.opname == "LOAD_ATTR":
+        for variable in _read_in(function):
+            add(variable)
+        for instruction in instructions(function.__code__):
+            name = instruction.argval
+            if instruction.opname == "LOAD_ATTR":
                 for path, kind in kinds.items():
                     if not isinstance(vars(kind).get(name, print), _NO_SETTING) and not name.startswith("__"):
                         add(Variable(path, kind, name))
@@ -132,6 +136,19 @@ def read_by(root: nn.Module) -> list[Variable]:
     return list(found.values())
 
 
+def _read_in(function: types.FunctionType) -> Iterator[Variable]:
+    """Yields the variables outside of a function that it reads."""
+    cells, code = cells_of(function), instructions(function.__code__)
+    for at, instruction in enumerate(code):
+        name, following = instruction.argval, code[at + 1 : at + 3]
+        if instruction.opname == "LOAD_GLOBAL" and name in function.__globals__:
+            yield from _reached(function.__globals__, name, following)
+        elif instruction.opname == "LOAD_DEREF" and name in cells:
+            variable = Variable(f"{CLOSURE}{title_of(function)}", cells[name], name)
+            if not _is_filled(variable.value(), following):
+                yield variable
+
+
 def kept_outside(root: nn.Module) -> list[Variable]:
     """Returns what a call of `root` may change outside of it: variables that it reads, and all that hooks keep."""
     read = [variable for variable in read_by(root) if not variable.path.startswith(HOOK)]
@@ -141,11 +158,15 @@ def kept_outside(root: nn.Module) -> list[Variable]:
 
 def written_by(root: nn.Module) -> Iterator[Write]:
     """Yields the places where calls of `root` change a variable: by assignment, or as a list, dict or object."""
-    for function in functions_of(root):
-        cells = _cells_of(function)
-        instructions = _instructions(function.__code__)
-        for at, instruction in enumerate(instructions):
-            name, following = instruction.argval, instructions[at + 1 : at + 3]
+    return _written_in(functions_of(root))
+
+
+def _written_in(functions: Iterable[types.FunctionType]) -> Iterator[Write]:
+    for function in functions:
+        cells = cells_of(function)
+        code = instructions(function.__code__)
+        for at, instruction in enumerate(code):
+            name, following = instruction.argval, code[at + 1 : at + 3]
             if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
                 is_written = True
             elif instruction.opname == "LOAD_GLOBAL":
@@ -245,7 +266,7 @@ def _holders_of(root: nn.Module, path: str) -> list[Any]:
         return [_classes_of(root)[path]]
     if path.startswith(CLOSURE):
         title = path.removeprefix(CLOSURE)
-        return [_CellsByName(_cells_of(function)) for function in functions if _title(function) == title]
+        return [_CellsByName(cells_of(function)) for function in functions if title_of(function) == title]
     hook = _hooks_of(root).get(path.removeprefix(HOOK))
     return [] if hook is None else [_state_of(hook)]
 
@@ -299,42 +320,6 @@ def _is_changed(value: Any, following: Sequence[dis.Instruction]) -> bool:
     return first == "STORE_ATTR" or (first in ("COPY", "DUP_TOP") and second == "LOAD_ATTR")  # STATE.count += 1
 
 
-# -- functions ---------------------------------------------------------------------------------------------------------
-
-
-def _functions_in(member: Any) -> list[types.FunctionType]:
-    """Returns the functions that a member of a class, or the value of a global variable, stands for."""
-    if isinstance(member, property):
-        return [one for part in (member.fget, member.fset) for one in _functions_in(part)]
-    if isinstance(member, type):
-        is_ours = is_of_script(member.__module__) and not issubclass(member, nn.Module)
-        return [one for part in vars(member).values() for one in _functions_in(part)] if is_ours else []
-    if isinstance(member, functools.partial):
-        return _functions_in(member.func)
-    function = getattr(member, "__wrapped__", getattr(member, "__func__", member))
-    return [function] if isinstance(function, types.FunctionType) else []
-
-
-@functools.lru_cache(maxsize=4096)
-def _instructions(code: types.CodeType) -> tuple[dis.Instruction, ...]:
-    """Returns the instructions of a function and of the functions inside it."""
-    inside = (
-        one for constant in code.co_consts if isinstance(constant, types.CodeType) for one in _instructions(constant)
-    )
-    return (*dis.get_instructions(code), *inside)
-
-
-def _cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
-    """Returns what holds the variables of enclosing functions; what ``super()`` needs is none."""
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    cells.pop("__class__", None)
-    return cells
-
-
-def _title(function: types.FunctionType) -> str:
-    return f"{function.__module__}.{function.__qualname__} (line {function.__code__.co_firstlineno})"
-
-
 # -- hooks -------------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +339,7 @@ def _functions_of_hook(hook: Any) -> list[types.FunctionType]:
     while isinstance(hook, functools.partial):
         hook = hook.func
     is_function = isinstance(hook, (types.FunctionType, types.MethodType))
-    found = _functions_in(hook if is_function else vars(type(hook)).get("__call__"))
+    found = functions_in(hook if is_function else vars(type(hook)).get("__call__"))
     return [one for one in found if is_of_script(one.__module__) and _returns_something(one.__code__)]
 
 
@@ -390,11 +375,11 @@ def _names_read(hook: Any) -> list[str]:
     while waiting:
         function = waiting.pop()
         seen.add(function)
-        instructions = _instructions(function.__code__)
-        for at, instruction in enumerate(instructions):
+        code = instructions(function.__code__)
+        for at, instruction in enumerate(code):
             if instruction.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
                 continue
-            if instruction.argval in state and not _is_filled(state[instruction.argval], instructions[at + 1 : at + 3]):
+            if instruction.argval in state and not _is_filled(state[instruction.argval], code[at + 1 : at + 3]):
                 found[instruction.argval] = None
-            waiting += [one for one in _functions_in(getattr(type(owner), instruction.argval, None)) if one not in seen]
+            waiting += [one for one in functions_in(getattr(type(owner), instruction.argval, None)) if one not in seen]
     return list(found)

@@ -12,7 +12,7 @@ is computed from the same values on the same device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -70,10 +70,13 @@ class OffloadedState:
     Args:
         optimizer: Its step treats every parameter by itself; all are ordinary ones.
         bucket_bytes: Bytes of parameters that are stepped at a time.
+        step: Steps the parameters that the optimizer's groups have; None: its own step.
     """
 
-    def __init__(self, optimizer: Optimizer, bucket_bytes: int = BUCKET_BYTES) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self, optimizer: Optimizer, bucket_bytes: int = BUCKET_BYTES, step: Callable[[], object] | None = None
+    ) -> None:
+        self._optimizer, self._step = optimizer, step or optimizer.step
         self._bucket_bytes = bucket_bytes
         self._host: dict[Tensor, dict[str, Tensor]] = {}  # where a state tensor goes, by parameter and key
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -90,7 +93,7 @@ class OffloadedState:
                 now = [parameter for parameters in bucket for parameter in parameters]
                 for parameter in now:
                     self.fetch(parameter)
-                self._optimizer.step()
+                self._step()
                 for parameter in now:
                     self.put_away(parameter)
         finally:

@@ -4,11 +4,12 @@ Decides which gradients a norm counts here, and how they are clipped and cleared
 is for `norms.py` to know.
 
 [Note: shards as ordinary parameters]
-Every optimizer that reaches a worker computes each element from the elements at the same place, so a step on a shard
-is a step on its local tensor. With FSDP2's DTensors, each operation of a step would go through their dispatch, which
-takes longer than the operation where shards are small, and knows no fused SGD. So the optimizer is built over ordinary
-parameters in the memory of the shards, which have the local gradients while it steps, and its state is local, too.
-Whoever reads or writes state that is laid out like a sharded parameter gets a DTensor around it.
+Nearly every optimizer that reaches a worker computes each element from the elements at the same place, so a step on a
+shard is a step on its local tensor; of others `whole_steps.py` gathers the parameters. With FSDP2's DTensors, each
+operation of a step would go through their dispatch, which takes longer than the operation where shards are small, and
+knows no fused SGD. So the optimizer is built over ordinary parameters in the memory of the shards, which have the local
+gradients while it steps, and its state is local, too. Whoever reads or writes state that is laid out like a sharded
+parameter gets a DTensor around it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from moreh_ap.parallelizer.data.norms import total_norm
+from moreh_ap.parallelizer.data.whole_steps import WholeSteps
 from moreh_ap.parallelizer.mesh import Position
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.parallelizer.state.state_shard import StateShard
@@ -187,11 +190,14 @@ class WorkerOptimizer:
         self._parameters = [held for group in groups for held in group]
         self._shards: dict[DTensor, nn.Parameter] = {}  # see [Note: shards as ordinary parameters]
         here = [[self._own(held) for held in group if held is not None] for group in groups]
-        self._optimizer = cls([{"params": group} for group in here], **command.defaults)
+        self._optimizer = _made(cls, here, command)
         self.refs = [ref for group in command.groups for ref in group]
         self._device = device
         self._is_on_host = device.is_cuda and any(one.is_cpu for group in here for one in group)
-        self._offloaded = OffloadedState(self._optimizer) if offload else None
+        of_parameters = {self._own(one): one for one in self._parameters if one is not None}
+        whole = WholeSteps(self._optimizer, of_parameters, self._laid_out) if command.needs_whole else None
+        self._stepping = whole or self._optimizer
+        self._offloaded = OffloadedState(self._optimizer, step=self._stepping.step) if offload else None
         self._fuses = device.is_cuda and not offload and not self._is_on_host
         if self._fuses:
             fuse_where_possible(self._optimizer)
@@ -210,7 +216,7 @@ class WorkerOptimizer:
             gradient: Any = shard.grad
             own.grad = None if gradient is None else gradient._local_tensor
         try:
-            (self._offloaded or self._optimizer).step()
+            (self._offloaded or self._stepping).step()
         finally:
             for own in self._shards.values():
                 own.grad = None  # so that the memory of a gradient is free once it is cleared
@@ -316,7 +322,8 @@ class WorkerOptimizer:
         if not isinstance(tensor, Tensor):
             return tensor
         if tuple(tensor.shape) != held.shape:
-            return tensor.to(held.local.device) if isinstance(value, TensorData) and value.on_device else tensor
+            is_on_device = value.on_device if isinstance(value, TensorData) else tensor.dim() > 0
+            return tensor.to(held.local.device) if is_on_device else tensor
         local = torch.zeros_like(self._own(held), dtype=tensor.dtype, requires_grad=False)
         held.like(self._laid_out(local, held)).write(tensor)
         return local
@@ -330,6 +337,17 @@ class WorkerOptimizer:
             layout = None
         read(Wanted("optimizer state", shard, source, layout) for source in saved.sources)
         return local
+
+
+def _made(cls: type[Optimizer], groups: list[list[Tensor]], command: BuildOptimizer) -> Optimizer:
+    """Returns an optimizer over parameters, with the settings of its class until a first step brings the script's."""
+    listed = [{"params": group} for group in groups]
+    if command.attributes is None:
+        return cls(listed, **command.defaults)
+    made = object.__new__(cls)
+    Optimizer.__init__(made, listed, command.defaults)
+    vars(made).update(command.attributes)
+    return made
 
 
 def fuse_where_possible(optimizer: torch.optim.Optimizer) -> None:

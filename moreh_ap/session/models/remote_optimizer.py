@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -18,17 +17,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moreh_ap import log
+from moreh_ap.device.patches.optimizer_steps import SCRIPT_STEP
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import InFile
 from moreh_ap.integrations.adamw import AdamW
+from moreh_ap.local import logger
 from moreh_ap.protocol.messages.optimizers import (
     BuildOptimizer,
-    DescribeOptimizer,
     LoadOptimizer,
     ReleaseOptimizer,
     StepOptimizer,
 )
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
+from moreh_ap.session.models.own_optimizers import OwnStep, Refused, own_step_of
 from moreh_ap.session.models.parameter_gradients import (
     ParameterList,
     clear_gradients_of,
@@ -36,10 +38,14 @@ from moreh_ap.session.models.parameter_gradients import (
     group_sizes,
     parameters_of,
 )
+from moreh_ap.session.models.remote_state import RemoteState
 from moreh_ap.session.own_process.host_step import step_on_values
 from moreh_ap.session.session import Session
-from moreh_ap.session.state_tensors import OnWorkers, StateHolder, as_argument, bring_here
+from moreh_ap.session.state_tensors import OnWorkers, as_argument
 from moreh_ap.states import SessionState
+
+_OWN_STEP, REFUSED = "_moreh_own_step", "refused"
+"""The attribute of an optimizer with what `own_step_of` has found, and its value where that was nothing."""
 
 SCALING = ("grad_scale", "found_inf")
 """Attributes of an optimizer. Source: `torch.amp.GradScaler.step`."""
@@ -64,18 +70,32 @@ class RemoteOptimizer:
 
     Args:
         session: The session of the workers.
-        optimizer: The user's optimizer; its class must be elementwise, so that a step on shards is exact.
+        optimizer: The user's optimizer.
         refs: The result of `worker_refs`.
+        own: How the optimizer steps on the workers, unless its class is one of `elementwise_optimizers`, or steps by
+            the step of one.
     """
 
-    def __init__(self, session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        optimizer: Optimizer,
+        refs: tuple[tuple[StateRef, ...], ...],
+        own: OwnStep | None = None,
+    ) -> None:
         self.session, self.refs = session, refs
         self.owner = f"optimizer{session.outbox.new_id()}"
         weakref.finalize(self, session.outbox.release, ReleaseOptimizer(self.owner))
         self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
-        accepted = inspect.signature(type(optimizer).__init__).parameters
-        defaults = {key: _plain(value) for key, value in optimizer.defaults.items() if key in accepted}
-        session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(type(optimizer)), refs, defaults))
+        defaults = {key: _plain(value) for key, value in optimizer.defaults.items()}
+        if own is None:
+            cls = _elementwise_class(optimizer)
+            accepted = inspect.signature(cls.__init__).parameters
+            defaults = {key: value for key, value in defaults.items() if key in accepted}
+            session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(cls), refs, defaults))
+        else:
+            made = (own.pickled_class, refs, defaults, own.attributes, own.needs_whole)
+            session.outbox.post(BuildOptimizer(self.owner, *made))
         self._listed: ParameterList | None = None
         self._group_sizes: list[int] = []
         # The groups' own values outrank the defaults: send them all with the first step.
@@ -125,7 +145,8 @@ class RemoteOptimizer:
             self.session.watch.stepped(optimizer)
         if self.session.check is not None:
             self.session.check.after_step(parameters_of(optimizer))
-        optimizer.state.forget()  # type: ignore[attr-defined]
+        if optimizer.state.is_known:  # type: ignore[attr-defined]
+            optimizer.state.forget()  # type: ignore[attr-defined]
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:
         """Sends the state that `load_state_dict` or a checkpoint put into `optimizer`, if any, to the workers."""
@@ -140,100 +161,33 @@ class RemoteOptimizer:
             if parameter in optimizer.state
         }
         self.session.outbox.post(LoadOptimizer(self.owner, state))
-        optimizer.state = RemoteState(self, parameters)
-
-
-class RemoteState(defaultdict[Tensor, Any]):
-    """`optimizer.state` of a remote optimizer: filled from the workers when the script reads it.
-
-    Tensors of a parameter's shape are virtual tensors on the workers' state; others (step counts) are plain copies.
-    """
-
-    def __init__(self, remote: RemoteOptimizer, parameters: list[Tensor]) -> None:
-        super().__init__(dict)
-        self._remote, self._parameters = remote, parameters
-        self._known = False
-
-    def forget(self) -> None:
-        """Drops the entries that were read: a step was sent."""
-        if self._known:
-            super().clear()
-            self._known = False
-
-    def _look(self) -> None:
-        if self._known:
-            return
-        self._known = True
-        session = self._remote.session
-        described: dict[int, dict[str, Any]] = {}
-        in_order: list[tuple[StateRef, int]] = []
-        for reply in session.outbox.submit(DescribeOptimizer(self._remote.owner)).result():
-            described.update(reply)
-        for index, entries in sorted(described.items()):
-            value = self._parameters[index]._cell.value  # type: ignore[attr-defined]
-            holder = StateHolder(session, value.placement() if isinstance(value, OnWorkers) else None, in_order)
-            state: dict[str, Any] = {}
-            for key, entry in entries.items():
-                if not isinstance(entry, Tensor):
-                    state[key] = entry
-                    continue
-                ref = StateRef(self._remote.owner, str(index), key)
-                if entry.is_meta:
-                    in_order.append((ref, entry.nbytes))
-                state[key] = holder.handle(ref, entry) if entry.is_meta else entry
-            super().__setitem__(self._parameters[index], state)
-
-    def __getitem__(self, key: Tensor) -> Any:
-        self._look()
-        return super().__getitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self._look()
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self._look()
-        return super().__iter__()
-
-    def __len__(self) -> int:
-        self._look()
-        return super().__len__()
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._look()
-        return super().get(key, default)
-
-    def items(self) -> Any:
-        self._look()
-        return super().items()
-
-    def keys(self) -> Any:
-        self._look()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._look()
-        return super().values()
-
-    def read_here(self) -> defaultdict[Tensor, Any]:
-        """Returns the state as an ordinary mapping, its tensors' values in the controller. Waits."""
-        self._look()
-        handles = [one for state in self.values() for one in state.values() if isinstance(one, VirtualTensor)]
-        bring_here(self._remote.session, [one for one in handles if isinstance(one._cell.value, OnWorkers)])
-        return defaultdict(dict, self.items())
-
-    def __reduce__(self) -> Any:
-        """Pickles as an ordinary mapping."""
-        return (defaultdict, (dict, dict(self.items())))
+        optimizer.state = RemoteState(self.session, self.owner, parameters, self)
 
 
 def elementwise_optimizers() -> list[type[Optimizer]]:
     """Optimizers with an elementwise step, so that a step on every shard is a step on the full tensor.
 
-    Any other optimizer still works: its operations run on the workers one by one, or on values read from them.
+    Others are tried first (`own_optimizers.py`). Where the workers cannot take their steps, their operations run on the
+    workers one by one, or on values read from them.
     """
     names = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
     return [*(getattr(torch.optim, name) for name in names), AdamW]
+
+
+def _elementwise_class(optimizer: Optimizer) -> type[Optimizer]:
+    """Returns which of `elementwise_optimizers` an optimizer is, or is derived from."""
+    known = elementwise_optimizers()
+    return next(cls for cls in type(optimizer).__mro__ if cls in known)
+
+
+def steps_elementwise(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer's step is that of one of `elementwise_optimizers`."""
+    return any(type(optimizer).step is cls.step for cls in elementwise_optimizers())
+
+
+def takes_steps_on_workers(optimizer: Optimizer) -> bool:
+    """Returns whether steps of an optimizer, or a step that its own calls, run on workers that have its parameters."""
+    return "_moreh_remote" in optimizer.__dict__ or isinstance(optimizer, tuple(elementwise_optimizers()))
 
 
 def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -263,9 +217,62 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
     return step
 
 
+def step_of_own(
+    session: Session, optimizer: Optimizer, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Takes a step of an optimizer that is none of `elementwise_optimizers`: on the workers if they can.
+
+    Args:
+        session: The session of the workers.
+        optimizer: The user's optimizer.
+        original: Its class's own method.
+        args, kwargs: Arguments of the call after the optimizer.
+    """
+    refs = None if optimizer.__dict__.get(_OWN_STEP) is REFUSED else worker_refs(optimizer)
+    if refs is None:
+        _bring_state_back(optimizer)
+        return original(optimizer, *args, **kwargs)
+    if any(one is not None for one in (*args, *kwargs.values())):
+        _refuse(optimizer, "is given a closure, or other arguments")
+    own = _own_step(optimizer, original)
+    if own is None:
+        return original(optimizer, *args, **kwargs)
+    _remote_of(session, optimizer, refs, own).step(optimizer)
+    return None
+
+
+def _own_step(optimizer: Optimizer, original: Callable[..., Any]) -> OwnStep | None:
+    """Returns how an optimizer of another class steps on the workers; None if it steps in the script's process."""
+    known = optimizer.__dict__.get(_OWN_STEP)
+    if known is REFUSED:
+        return None
+    try:
+        if known is None:
+            known = own_step_of(optimizer, original)
+            optimizer.__dict__[_OWN_STEP] = known
+        else:
+            known.check(optimizer)
+    except Refused as refused:
+        _refuse(optimizer, str(refused))
+        return None
+    return known  # type: ignore[no-any-return]
+
+
+def _refuse(optimizer: Optimizer, reason: str) -> None:
+    """Has an optimizer step in the script's process from now on."""
+    optimizer.__dict__[_OWN_STEP] = REFUSED
+    logger.say(log.own_step_line(type(optimizer).__name__, reason))
+    _take_state_back(optimizer)
+
+
 def _bring_state_back(optimizer: Optimizer) -> None:
     """Reads the state and frees the workers' optimizer, if the parameters have left the workers."""
     if isinstance(optimizer.state, RemoteState) and not any(map(_is_on_workers, parameters_of(optimizer))):
+        _take_state_back(optimizer)
+
+
+def _take_state_back(optimizer: Optimizer) -> None:
+    if isinstance(optimizer.state, RemoteState):
         optimizer.state = optimizer.state.read_here()
         optimizer.__dict__.pop("_moreh_remote", None)
 
@@ -308,9 +315,14 @@ def send_state(session: Session, optimizer: Optimizer) -> bool:
         False if its steps do not run on the workers, or its parameters are not on the workers yet.
     """
     refs = worker_refs(optimizer)
-    if refs is None or not isinstance(optimizer, tuple(elementwise_optimizers())):
+    if refs is None:
         return False
-    _remote_of(session, optimizer, refs).adopt_new_state(optimizer)
+    own = None
+    if not steps_elementwise(optimizer):
+        own = _own_step(optimizer, getattr(type(optimizer).step, SCRIPT_STEP, type(optimizer).step))
+        if own is None and not isinstance(optimizer, tuple(elementwise_optimizers())):
+            return False
+    _remote_of(session, optimizer, refs, own).adopt_new_state(optimizer)
     return True
 
 
@@ -323,10 +335,12 @@ def _remote_as_before(session: Session, optimizer: Optimizer) -> RemoteOptimizer
     return None if refs is None else _remote_of(session, optimizer, refs)
 
 
-def _remote_of(session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...]) -> RemoteOptimizer:
+def _remote_of(
+    session: Session, optimizer: Optimizer, refs: tuple[tuple[StateRef, ...], ...], own: OwnStep | None = None
+) -> RemoteOptimizer:
     remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
     if remote is None or not remote.matches(refs):
-        remote = RemoteOptimizer(session, optimizer, refs)
+        remote = RemoteOptimizer(session, optimizer, refs, own)
         optimizer.__dict__["_moreh_remote"] = remote
     return remote
 

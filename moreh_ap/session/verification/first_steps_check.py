@@ -32,7 +32,7 @@ from moreh_ap.protocol.messages.models import BuildModel, ReadModuleSums, Record
 from moreh_ap.protocol.messages.tensors import LeafReply, OutputRef, StateRef
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.calls.answer_check import answered
-from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
+from moreh_ap.session.models.remote_optimizer import takes_steps_on_workers
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import ModelState, OnWorkers
@@ -105,7 +105,7 @@ class FirstStepsCheck:
         logger.say(log.first_steps_line(self._num_done, self._num_steps, self._worst))
 
     def _around(self, optimizer: Optimizer, check: Callable[[list[Tensor]], None]) -> None:
-        if not isinstance(optimizer, tuple(elementwise_optimizers())):
+        if not takes_steps_on_workers(optimizer):
             check([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
     def _tell(self, commands: Sequence[Any], posted: Sequence[Posted]) -> None:

@@ -1,0 +1,141 @@
+"""Optimizers of the script: the numbers of one device, by steps of the workers where these can take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_line_models import OwnTransformer
+from own_optimizers import IN_SCRIPT, ON_WORKERS, CountingAdam, DecayedAdam, Lion, Muon, Rows
+from test_one_line_training import assert_same, batches, on_both
+
+import moreh_ap
+from moreh_ap.protocol.messages.optimizers import StepOptimizer
+from moreh_ap.session.session import Session
+
+PLANS = ["replicate=2", "shard=2"]
+MORE_PLANS = ["tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2"]
+
+
+def train(device: str, kind: type[torch.optim.Optimizer], num_steps: int = 6, **how: Any) -> Any:
+    """Losses of training with a schedule and two groups, the weights and the state."""
+    torch.manual_seed(0)
+    model = OwnTransformer().to(device)
+    parameters = list(model.parameters())
+    optimizer = kind([{"params": parameters[::2], "lr": 3e-3}, {"params": parameters[1::2]}], **how)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
+    losses = []
+    for ids, labels in batches(device, count=num_steps):
+        loss = model(ids, labels)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    state = {key: dict(entries) for key, entries in optimizer.state_dict()["state"].items()}
+    return losses, model.state_dict(), state, getattr(optimizer, "num_steps", 0)
+
+
+def of_last(sent: list[Any]) -> int:
+    """Returns how many of the steps are of the optimizer that stepped last: others verify the plan before."""
+    return sum(step.owner == sent[-1].owner for step in sent) if sent else 0
+
+
+def steps_sent(session: Session) -> list[Any]:
+    """Returns a list to which steps that the workers are told to take are added."""
+    sent: list[Any] = []
+    session.outbox.on_sent = lambda commands, posted: sent.extend(
+        command for command in commands if isinstance(command, StepOptimizer)
+    )
+    return sent
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(one, marks=pytest.mark.rotating) for one in MORE_PLANS)])
+@pytest.mark.parametrize("kind", ON_WORKERS, ids=lambda kind: kind.__name__)
+def test_workers_step(accelerator, plan, kind):
+    sent = steps_sent(accelerator(plan))
+    assert_same(*on_both(lambda device: train(device, kind)), rtol=1e-4, atol=2e-5)
+    assert of_last(sent) == 6
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", IN_SCRIPT, ids=lambda kind: kind.__name__)
+def test_what_workers_cannot_step_is_right(accelerator, plan, kind, capfd):
+    sent = steps_sent(accelerator(plan))
+    assert_same(*on_both(lambda device: train(device, kind)), rtol=1e-4, atol=2e-5)
+    assert of_last(sent) == (6 if kind is CountingAdam else 0)  # the step of Adam that its own step calls
+    assert f"{kind.__name__} steps in the script's process" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("kind", [Lion, Muon, Rows], ids=lambda kind: kind.__name__)
+def test_a_checkpoint_of_one_plan_goes_on_under_another(accelerator, tmp_path: Path, kind):
+    def run(device: str, num_steps: int, folder: Path | None, to: Path | None = None) -> list[float]:
+        torch.manual_seed(0)
+        model = OwnTransformer().to(device)
+        optimizer = kind(model.parameters())
+        if folder is not None:
+            moreh_ap.load(folder, model=model, optimizer=optimizer)
+        losses = []
+        for ids, labels in batches(device, count=6)[-num_steps:] if folder else batches(device, count=num_steps):
+            loss = model(ids, labels)[1]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        if to is not None:
+            moreh_ap.save(to, model=model, optimizer=optimizer)
+        return losses
+
+    expected = run("cpu", 6, None)
+    accelerator("shard=2")
+    first = run("cuda", 3, None, tmp_path)
+    sent = steps_sent(accelerator("replicate=2"))
+    assert first + run("cuda", 3, tmp_path) == pytest.approx(expected, rel=1e-4)
+    assert of_last(sent) == 3
+
+
+def test_an_attribute_that_the_script_changes_has_the_step_taken_there(accelerator):
+    """What the workers have is that of the first step."""
+    session = accelerator("replicate=2")
+
+    def script(device: str) -> Any:
+        model = OwnTransformer().to(device)
+        optimizer = DecayedAdam(model.parameters())
+        losses = []
+        for at, (ids, labels) in enumerate(batches(device, count=4)):
+            loss = model(ids, labels)[1]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.decay = 0.02 if at < 2 else 0.3
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    sent = steps_sent(session)
+    assert_same(*on_both(script), rtol=1e-4, atol=2e-5)
+    assert len({step.owner for step in sent}) == 2 and of_last(sent) == 2  # then those of Adam, which its own calls
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_script_reads_and_changes_the_state(accelerator, plan):
+    accelerator(plan)
+
+    def script(device: str) -> Any:
+        model = OwnTransformer().to(device)
+        optimizer = Rows(model.parameters())
+        seen = []
+        for at, (ids, labels) in enumerate(batches(device, count=4)):
+            loss = model(ids, labels)[1]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            states = [optimizer.state[parameter] for parameter in model.parameters()]
+            seen.append([states[1]["rows"].cpu().clone(), loss.detach().cpu()])
+            if at == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+        return seen
+
+    assert_same(*on_both(script), rtol=1e-4, atol=2e-5)

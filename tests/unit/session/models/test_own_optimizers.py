@@ -1,0 +1,221 @@
+"""Which optimizers step on the workers: what a trial finds, and what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizers
+
+from moreh_ap.session.models import own_optimizers
+from moreh_ap.session.models.own_optimizers import Refused, own_step_of
+from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
+
+CLIP = 1.0
+SEEN: list[float] = []
+
+
+class Plain(torch.optim.Optimizer):
+    """Descends by a method that classes below replace."""
+
+    def __init__(self, params, lr=0.1, **others):
+        super().__init__(params, {"lr": lr, **others})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                with torch.no_grad():
+                    parameter.sub_(group["lr"] * self.direction(parameter, group))
+
+    def direction(self, parameter, group):
+        return parameter.grad
+
+
+class Clipped(Plain):
+    def direction(self, parameter, group):
+        return parameter.grad.clamp(-CLIP, CLIP)
+
+
+class Normalized(Plain):
+    def direction(self, parameter, group):
+        return parameter.grad / parameter.grad.norm()
+
+
+class NormalizedWhereLong(Plain):
+    """By the root of the mean square, as it is nearly the same for parts of equal rows."""
+
+    def direction(self, parameter, group):
+        return parameter.grad / parameter.grad.square().mean().sqrt().clamp(min=1.0)
+
+
+class InBlocks(Plain):
+    """Scales by the largest of every 64 elements, as optimizers with state of 8 bits do."""
+
+    def direction(self, parameter, group):
+        flat = torch.nn.functional.pad(parameter.grad.flatten(), (0, -parameter.numel() % 64)).view(-1, 64)
+        return (flat / flat.abs().amax(1, keepdim=True)).flatten()[: parameter.numel()].view_as(parameter)
+
+
+class Late(Plain):
+    """Takes a mean over rows at every fourth step only."""
+
+    def direction(self, parameter, group):
+        state = self.state[parameter]
+        state["step"] = state.get("step", 0) + 1
+        return parameter.grad.mean(0, keepdim=True) if state["step"] % 4 == 0 else parameter.grad
+
+
+class Counts(Plain):
+    def direction(self, parameter, group):
+        group["k"] = group.get("k", 0) + 1
+        return parameter.grad
+
+
+class Rises(Plain):
+    num_steps = 0
+
+    def direction(self, parameter, group):
+        self.num_steps += 1
+        return parameter.grad
+
+
+class Records(Plain):
+    def direction(self, parameter, group):
+        SEEN.append(parameter.grad.norm().item())
+        return parameter.grad
+
+
+class Prints(Plain):
+    def direction(self, parameter, group):
+        print("a step")
+        return parameter.grad
+
+
+class Draws(Plain):
+    def direction(self, parameter, group):
+        return parameter.grad * random.random()
+
+
+class Noisy(Plain):
+    def direction(self, parameter, group):
+        return parameter.grad + torch.randn_like(parameter)
+
+
+class OneCount(Plain):
+    def direction(self, parameter, group):
+        self.state["step"] = self.state.get("step", 0) + 1
+        return parameter.grad
+
+
+class Holds(Plain):
+    def __init__(self, params):
+        super().__init__(params)
+        self.others = [1.0]
+
+
+class Together(Plain):
+    def direction(self, parameter, group):
+        return parameter.grad / sum(one.grad.norm() for one in group["params"])
+
+
+class Answers(Plain):
+    def step(self, closure=None):
+        super().step()
+        return 1.0
+
+
+class AfterAdam(torch.optim.Adam):
+    def step(self, closure=None):
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.99)
+        return super().step(closure)
+
+
+def optimizer_of(kind, **how):
+    model = nn.Sequential(nn.Embedding(300, 24), nn.Linear(24, 48), nn.Conv1d(4, 6, 3), nn.LayerNorm(24))
+    return kind(model.parameters(), **how)
+
+
+def found(optimizer):
+    step = type(optimizer).step
+    return own_step_of(optimizer, getattr(step, "__wrapped__", step))
+
+
+@pytest.mark.parametrize("kind", elementwise_optimizers(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_optimizers_of_torch_that_are_known_step_their_shards(kind):
+    assert not found(optimizer_of(kind)).needs_whole
+
+
+@pytest.mark.parametrize("kind", [Plain, Clipped, AfterAdam])
+def test_an_optimizer_that_computes_each_element_steps_its_shards(kind):
+    own = found(optimizer_of(kind))
+    assert not own.needs_whole
+    assert issubclass(cloudpickle.loads(own.pickled_class), torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("kind", [Normalized, NormalizedWhereLong, InBlocks, Late, torch.optim.Adafactor])
+def test_one_that_looks_at_rows_together_needs_whole_parameters(kind):
+    assert found(optimizer_of(kind)).needs_whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (Together, "computes a parameter from others"),
+        (Counts, "changes the settings of its groups"),
+        (Rises, "changes its own attributes"),
+        (Records, "changes the variable SEEN"),
+        (Prints, "prints"),
+        (Draws, "draws random numbers"),
+        (Noisy, "draws random numbers"),
+        (OneCount, "keeps state that is not of a parameter"),
+        (Holds, "has an attribute others of type list"),
+        (Answers, "returns something"),
+        (torch.optim.LBFGS, "has an attribute _params"),
+    ],
+)
+def test_one_that_does_more_is_refused(kind, why):
+    optimizer, drawn = optimizer_of(kind), torch.get_rng_state()
+    with pytest.raises(Refused, match=why):
+        found(optimizer)
+    assert not optimizer.state and torch.equal(drawn, torch.get_rng_state()) and not SEEN
+
+
+def test_a_setting_that_is_an_object_is_refused():
+    with pytest.raises(Refused, match="has 'schedule' of type dict in its groups"):
+        found(optimizer_of(Plain, schedule={}))
+
+
+def test_a_schedule_that_begins_with_zero_hides_nothing():
+    assert found(optimizer_of(Normalized, lr=0.0)).needs_whole
+
+
+def test_a_variable_that_changes_later_is_noticed(monkeypatch):
+    optimizer = optimizer_of(Clipped)
+    own = found(optimizer)
+    own.check(optimizer)
+    monkeypatch.setitem(globals(), "CLIP", 2.0)
+    with pytest.raises(Refused, match="reads CLIP, which has changed"):
+        own.check(optimizer)
+
+
+def test_hooks_do_not_see_the_trial():
+    seen = []
+    optimizer = optimizer_of(AfterAdam)
+    everyone = torch_optimizers.register_optimizer_step_post_hook(lambda *_: seen.append("of all"))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("its own"))
+    try:
+        found(optimizer)
+        assert not seen
+        assert len(torch_optimizers._global_optimizer_post_hooks) == 1
+    finally:
+        everyone.remove()
+
+
+def test_the_rows_of_a_trial_differ_in_size():
+    values = own_optimizers._drawn((100, 8), 2.0, torch.Generator().manual_seed(0))
+    assert values[-10:].std() > 20 * values[:10].std()
