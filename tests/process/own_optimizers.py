@@ -93,6 +93,30 @@ class Rows(Optimizer):
                 p.sub_(update * group["lr"] * (p.norm() + 1e-3))
 
 
+class Lamb(Optimizer):
+    """A ratio of norms for each parameter, and steps that are counted in the groups, as in many libraries."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, betas: Any = (0.9, 0.999)):
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                state["exp_avg"].lerp_(p.grad, 1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                size = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt().add_(1e-3)
+                update = state["exp_avg"] / (1 - beta1 ** group["step"]) / size
+                p.sub_(update * (p.norm() / update.norm().clamp(min=1e-3)).clamp(max=10), alpha=group["lr"])
+
+
 class DecayedAdam(torch.optim.Adam):
     """Adam of torch with something before its step, and an attribute of its own."""
 
@@ -133,5 +157,5 @@ class Normed(Optimizer):
             p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
-ON_WORKERS = (Lion, Muon, Rows, DecayedAdam)
+ON_WORKERS = (Lion, Muon, Rows, Lamb, DecayedAdam)
 IN_SCRIPT = (CountingAdam, Normed)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from one_line_models import OwnTransformer
-from own_optimizers import IN_SCRIPT, ON_WORKERS, CountingAdam, DecayedAdam, Lion, Muon, Rows
+from own_optimizers import IN_SCRIPT, ON_WORKERS, CountingAdam, DecayedAdam, Lamb, Lion, Muon, Rows
 from test_one_line_training import assert_same, batches, on_both
 
 import moreh_ap
@@ -36,7 +36,8 @@ def train(device: str, kind: type[torch.optim.Optimizer], num_steps: int = 6, **
         optimizer.zero_grad()
         losses.append(loss.detach())
     state = {key: dict(entries) for key, entries in optimizer.state_dict()["state"].items()}
-    return losses, model.state_dict(), state, getattr(optimizer, "num_steps", 0)
+    steps = [group.get("step", 0) for group in optimizer.param_groups]
+    return losses, model.state_dict(), state, steps, getattr(optimizer, "num_steps", 0)
 
 
 def of_last(sent: list[Any]) -> int:
@@ -70,7 +71,7 @@ def test_what_workers_cannot_step_is_right(accelerator, plan, kind, capfd):
     assert f"{kind.__name__} steps in the script's process" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [Lion, Muon, Rows], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Lion, Muon, Rows, Lamb], ids=lambda kind: kind.__name__)
 def test_a_checkpoint_of_one_plan_goes_on_under_another(accelerator, tmp_path: Path, kind):
     def run(device: str, num_steps: int, folder: Path | None, to: Path | None = None) -> list[float]:
         torch.manual_seed(0)

@@ -40,26 +40,26 @@ class WholeSteps:
 
     def step(self) -> None:
         """Steps every parameter of the optimizer's groups."""
-        groups = self._optimizer.param_groups
+        groups, step = self._optimizer.param_groups, from_same_settings(self._optimizer, self._optimizer.step)
         listed = [group["params"] for group in groups]
         try:
             for group, parameters in zip(groups, listed):
                 group["params"] = [one for one in parameters if not _is_cut(self._held[one])]
             if any(group["params"] for group in groups):
-                self._optimizer.step()
+                step()
             for group in groups:
                 group["params"] = []
             for group, parameters in zip(groups, listed):
                 for one in parameters:
                     if _is_cut(self._held[one]) and one.grad is not None:
-                        self._step_whole(group, one)
+                        self._step_whole(group, one, step)
                 group["params"] = []
         finally:
             for group, parameters in zip(groups, listed):
                 group["params"] = parameters
 
-    def _step_whole(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Steps one parameter of which this worker holds a shard."""
+    def _step_whole(self, group: dict[str, Any], parameter: Tensor, step: Callable[[], object]) -> None:
+        """Steps one parameter of which this worker holds a shard, by a step of the optimizer."""
         states, held = self._optimizer.state, self._held[parameter]
 
         def whole(value: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class WholeSteps:
         if before:
             states[full] = {key: whole(value) if _is_like(value, parameter) else value for key, value in before.items()}
         group["params"] = [full]
-        self._optimizer.step()
+        step()
         held.write(full.detach())
         after = states.pop(full, None) or {}
         kept = {key: self._kept(value, full, before.get(key), parameter) for key, value in after.items()}
@@ -88,6 +88,23 @@ class WholeSteps:
         shard = before if is_there else parameter.detach().new_empty(parameter.shape, dtype=value.dtype)
         held.like(self._laid_out(shard, held)).write(value)
         return shard
+
+
+def from_same_settings(optimizer: Optimizer, step: Callable[[], object]) -> Callable[[], None]:
+    """Returns a step that begins with the present settings of groups whenever it is taken.
+
+    A step of some parameters after others is then like one of all of them, where steps change settings (count steps).
+    """
+    before = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+    def again() -> None:
+        for group, settings in zip(optimizer.param_groups, before):
+            parameters = group["params"]
+            group.clear()
+            group.update({**settings, "params": parameters})
+        step()
+
+    return again
 
 
 def _is_cut(held: StateShard) -> bool:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moreh_ap.parallelizer.data.whole_steps import from_same_settings
+
 BUCKET_BYTES = 256 * 2**20
 """Bytes of parameters whose state is on the device at a time: far more than a copy costs to start, little for a GPU."""
 
@@ -86,6 +88,7 @@ class OffloadedState:
         """Steps every parameter, a bucket at a time."""
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
+        step = from_same_settings(self._optimizer, self._step)
         try:
             for bucket in self._buckets(whole):
                 for group, parameters in zip(groups, bucket, strict=True):
@@ -93,7 +96,7 @@ class OffloadedState:
                 now = [parameter for parameters in bucket for parameter in parameters]
                 for parameter in now:
                     self.fetch(parameter)
-                self._step()
+                step()
                 for parameter in now:
                     self.put_away(parameter)
         finally:

@@ -30,7 +30,8 @@ from moreh_ap.protocol.messages.optimizers import (
     StepOptimizer,
 )
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
-from moreh_ap.session.models.own_optimizers import OwnStep, Refused, own_step_of
+from moreh_ap.session.models.optimizer_trial import Refused
+from moreh_ap.session.models.own_optimizers import OwnStep, own_step_of
 from moreh_ap.session.models.parameter_gradients import (
     ParameterList,
     clear_gradients_of,
@@ -83,7 +84,7 @@ class RemoteOptimizer:
         refs: tuple[tuple[StateRef, ...], ...],
         own: OwnStep | None = None,
     ) -> None:
-        self.session, self.refs = session, refs
+        self.session, self.refs, self._own = session, refs, own
         self.owner = f"optimizer{session.outbox.new_id()}"
         weakref.finalize(self, session.outbox.release, ReleaseOptimizer(self.owner))
         self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
@@ -136,6 +137,9 @@ class RemoteOptimizer:
         self._sent, self._unsent, self._times_failed = current, False, times_failed
         outbox = self.session.outbox
         stepped = outbox.post_soon(StepOptimizer(self.owner, changes, _scaling(optimizer)))
+        if self._own is not None:
+            self._own.advance(optimizer)
+            self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
         self.session.traffic.step += 1
         if outbox.state.current is SessionState.REPLAYABLE:
             stepped.add_done_callback(

@@ -23,6 +23,7 @@ from moreh_ap.protocol.script_code.written_files import take_written, writing_no
 def installed() -> Iterator[None]:
     patches = Patches()
     written_files.install(patches)
+    take_written()  # of other tests
     yield
     patches.undo()
     take_written()

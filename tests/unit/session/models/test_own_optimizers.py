@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizers
 
-from moreh_ap.session.models import own_optimizers
-from moreh_ap.session.models.own_optimizers import Refused, own_step_of
+from moreh_ap.session.models import optimizer_trial
+from moreh_ap.session.models.optimizer_trial import Refused
+from moreh_ap.session.models.own_optimizers import own_step_of
 from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
 
 CLIP = 1.0
@@ -51,6 +52,13 @@ class NormalizedWhereLong(Plain):
         return parameter.grad / parameter.grad.square().mean().sqrt().clamp(min=1.0)
 
 
+class Centralized(Plain):
+    """Takes the mean over columns, so that it may step rows, but not columns."""
+
+    def direction(self, parameter, group):
+        return parameter.grad - parameter.grad.mean(-1, keepdim=True) if parameter.dim() > 1 else parameter.grad
+
+
 class InBlocks(Plain):
     """Scales by the largest of every 64 elements, as optimizers with state of 8 bits do."""
 
@@ -69,9 +77,43 @@ class Late(Plain):
 
 
 class Counts(Plain):
+    """Counts steps in its groups and warms up by them, as optimizers of libraries do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        super().step()
+
+    def direction(self, parameter, group):
+        return parameter.grad * min(1.0, group["step"] / 5)
+
+
+class CountsUses(Plain):
     def direction(self, parameter, group):
         group["k"] = group.get("k", 0) + 1
         return parameter.grad
+
+
+class FindsItsRate(Plain):
+    """Estimates the distance to go from gradients that point the same way, as D-adaptation does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            found = sum((one.grad * (self.first(one) - one)).sum().item() for one in group["params"])
+            group["d"] = max(group.get("d", 1e-6), found)
+        super().step()
+
+    def first(self, parameter):
+        return self.state[parameter].setdefault("first", parameter.detach().clone())
+
+
+class FromAShape(Plain):
+    """Notes whether it has large parameters, as each of them is, and no small copy."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["large"] = any(max(parameter.shape) > 5 for parameter in group["params"])
+        super().step()
 
 
 class Rises(Plain):
@@ -110,10 +152,16 @@ class OneCount(Plain):
         return parameter.grad
 
 
+class KeepsAList(Plain):
+    def direction(self, parameter, group):
+        self.state[parameter]["history"] = [object()]
+        return parameter.grad
+
+
 class Holds(Plain):
     def __init__(self, params):
         super().__init__(params)
-        self.others = [1.0]
+        self.others = [object()]
 
 
 class Together(Plain):
@@ -150,14 +198,14 @@ def test_optimizers_of_torch_that_are_known_step_their_shards(kind):
     assert not found(optimizer_of(kind)).needs_whole
 
 
-@pytest.mark.parametrize("kind", [Plain, Clipped, AfterAdam])
+@pytest.mark.parametrize("kind", [Plain, Clipped, Counts, AfterAdam])
 def test_an_optimizer_that_computes_each_element_steps_its_shards(kind):
     own = found(optimizer_of(kind))
     assert not own.needs_whole
     assert issubclass(cloudpickle.loads(own.pickled_class), torch.optim.Optimizer)
 
 
-@pytest.mark.parametrize("kind", [Normalized, NormalizedWhereLong, InBlocks, Late, torch.optim.Adafactor])
+@pytest.mark.parametrize("kind", [Normalized, NormalizedWhereLong, Centralized, InBlocks, Late, torch.optim.Adafactor])
 def test_one_that_looks_at_rows_together_needs_whole_parameters(kind):
     assert found(optimizer_of(kind)).needs_whole
 
@@ -165,14 +213,17 @@ def test_one_that_looks_at_rows_together_needs_whole_parameters(kind):
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        (Together, "computes a parameter from others"),
-        (Counts, "changes the settings of its groups"),
+        (Together, "computes a parameter, or a setting of its groups, from other parameters"),
+        (CountsUses, "computes a parameter, or a setting of its groups, from other parameters"),
+        (FindsItsRate, "a setting of its groups, from other parameters"),
+        (FromAShape, "computes the settings of its groups from parameters"),
         (Rises, "changes its own attributes"),
         (Records, "changes the variable SEEN"),
         (Prints, "prints"),
         (Draws, "draws random numbers"),
         (Noisy, "draws random numbers"),
         (OneCount, "keeps state that is not of a parameter"),
+        (KeepsAList, "keeps 'history' of type list"),
         (Holds, "has an attribute others of type list"),
         (Answers, "returns something"),
         (torch.optim.LBFGS, "has an attribute _params"),
@@ -187,11 +238,24 @@ def test_one_that_does_more_is_refused(kind, why):
 
 def test_a_setting_that_is_an_object_is_refused():
     with pytest.raises(Refused, match="has 'schedule' of type dict in its groups"):
-        found(optimizer_of(Plain, schedule={}))
+        found(optimizer_of(Plain, schedule={1: object()}))
 
 
 def test_a_schedule_that_begins_with_zero_hides_nothing():
     assert found(optimizer_of(Normalized, lr=0.0)).needs_whole
+
+
+def test_settings_that_a_step_changes_are_changed_in_the_script_too():
+    optimizer = optimizer_of(Counts, lr=0.0)
+    own = found(optimizer)
+    assert "step" not in optimizer.param_groups[0]
+    for number in range(1, 4):
+        optimizer.param_groups[0]["lr"] = number / 10
+        own.advance(optimizer)
+        assert optimizer.param_groups[0]["step"] == number
+        assert optimizer.param_groups[0]["lr"] == number / 10
+    assert own.twin is not None and all(one.numel() <= 12 for one in own.twin.parameters)
+    assert found(optimizer_of(Plain)).twin is None
 
 
 def test_a_variable_that_changes_later_is_noticed(monkeypatch):
@@ -217,5 +281,5 @@ def test_hooks_do_not_see_the_trial():
 
 
 def test_the_rows_of_a_trial_differ_in_size():
-    values = own_optimizers._drawn((100, 8), 2.0, torch.Generator().manual_seed(0))
+    values = optimizer_trial._drawn((100, 8), 2.0, torch.Generator().manual_seed(0))
     assert values[-10:].std() > 20 * values[:10].std()
