@@ -114,14 +114,14 @@ def test_a_loss_after_snapshots_under_plans_that_split_the_model(folders, tmp_pa
 
 @pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
 def test_snapshots_have_all_that_workers_hold(folders, tmp_path, plan):
-    kinds = "attributes", "logits", "two_models", "rarely_quiet"
+    kinds = "attributes", "logits", "own_optimizer", "two_models", "rarely_quiet"
     with UserScript("survive_kinds.py", plan, *kinds, cwd=tmp_path, **folders) as script:
         out = script.succeed(timeout_s=280)
     found = {name: (int(same), int(all_of)) for name, same, all_of in re.findall(r"(\w+): (\d+) of (\d+) equal", out)}
     assert list(found) == list(kinds) and all(same == all_of > 7 for same, all_of in found.values()), found
     steps = [int(loss[1]) for loss in map(TOOK_OVER.fullmatch, out.splitlines()) if loss is not None]
-    assert len(steps) == 4 and max(steps[:2]) <= FEW, "there is a snapshot between any two steps"
-    assert steps[2] <= 3 * FEW, "two steps a turn, and a snapshot in one of its four forwards: 20 without"
+    assert len(steps) == 5 and max(steps[:3]) <= FEW, "there is a snapshot between any two steps"
+    assert steps[3] <= 3 * FEW, "two steps a turn, and a snapshot in one of its four forwards: 20 without"
     leaves_no_files(folders)
 
 

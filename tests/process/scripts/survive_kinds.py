@@ -6,6 +6,7 @@ survive_kinds.py PLAN
 import os
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from torch.nn import functional
 
 from moreh_ap import device
 from moreh_ap.runtime.recovery import snapshot_timing
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from own_optimizers import Lamb
 
 STEPS, AT = 6, 4
 
@@ -113,6 +117,25 @@ def rarely_quiet(lose):
         kept.append(loss)
         lose(step)
     return [*kept, *model.parameters()]
+
+
+def own_optimizer(lose):
+    """An optimizer of no library that needs whole parameters, and counts steps in its groups."""
+    torch.manual_seed(0)
+    model, generator = (
+        nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)).cuda(),
+        torch.Generator().manual_seed(1),
+    )
+    optimizer, kept = Lamb(model.parameters()), []
+    for step in range(STEPS):
+        loss = model(batch(generator, 8, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.append(loss)
+        lose(step)
+    state = [value.cpu() for one in optimizer.state_dict()["state"].values() for value in one.values()]
+    return [*kept, *model.parameters(), *state, torch.tensor(optimizer.param_groups[0]["step"])]
 
 
 def main():
