@@ -16,6 +16,7 @@ with other commands, or believe of the workers, may be wrong.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -394,7 +395,6 @@ class Outbox:
         """Runs in the thread that receives replies, one at a time; it must not wait for the script's threads."""
         self._messages_answered += 1
         if not has_failed(reply) and self._idle() and self._hurry and self._lock.acquire(blocking=False):
-            try:
+            with contextlib.suppress(Exception):  # the script gets it from what it reads or sends next, if it goes on
                 self.flush()
-            finally:
-                self._lock.release()
+            self._lock.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -140,3 +141,34 @@ def test_the_script_reads_and_changes_the_state(accelerator, plan):
         return seen
 
     assert_same(*on_both(script), rtol=1e-4, atol=2e-5)
+
+
+def test_hooks_of_a_class_that_had_an_optimizer_before_the_line(accelerator):
+    """PyTorch puts hooks around the step of a class when its first optimizer is made."""
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    sent = steps_sent(accelerator("replicate=2"))
+    model, seen = OwnTransformer().to("cuda"), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    for ids, labels in batches("cuda", count=2):
+        model(ids, labels)[1].backward()
+        optimizer.step()
+    next(model.parameters()).cpu()  # behind the last step
+    assert seen == ["before", "after"] * 2 and of_last(sent) == 2
+
+
+def test_a_state_dict_outlives_its_optimizer(accelerator):
+    accelerator("replicate=2")
+
+    def script(device: str) -> Any:
+        model = OwnTransformer().to(device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ids, labels = batches(device, count=1)[0]
+        model(ids, labels)[1].backward()
+        optimizer.step()
+        return {key: dict(entries) for key, entries in optimizer.state_dict()["state"].items()}
+
+    expected, got = on_both(script)
+    gc.collect()
+    assert_same(expected, got)

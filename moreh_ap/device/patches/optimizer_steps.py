@@ -28,11 +28,13 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     group = patches.group("Parameters, gradients and the state of optimizers are on the workers.")
     steps = []
     for cls in backend.optimizer_classes():
-        step = backend.step_on_workers(cls.step)
-        if hasattr(cls.step, "hooked"):
-            step.hooked = cls.step.hooked  # type: ignore[attr-defined]
-        group.replace(cls, "step", step, "Takes the step on the workers.")
+        is_hooked = hasattr(cls.step, "hooked")  # by an optimizer of this class from before the line
+        step: Any = backend.step_on_workers(cls.step.__wrapped__ if is_hooked else cls.step)
         steps.append(step)
+        if is_hooked:
+            step = torch.optim.Optimizer.profile_hook_step(step)
+            step.hooked = True
+        group.replace(cls, "step", step, "Takes the step on the workers.")
     _redirect_own_steps(group, steps)
     clear = backend.zero_grad_on_workers(torch.optim.Optimizer.zero_grad)
     group.replace(torch.optim.Optimizer, "zero_grad", clear, "Has the workers clear gradients that they have.")

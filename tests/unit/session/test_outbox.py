@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moreh_ap.errors import NotComputedError
+from moreh_ap.errors import NotComputedError, WorkerLostError
 from moreh_ap.protocol.encoding import WorkerTraceback
 from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetRequiresGrad
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
@@ -101,6 +101,22 @@ def test_what_is_wanted_soon_leaves_at_once_if_workers_are_idle_and_with_their_a
     outbox.post("fourth")
     workers.answer()
     assert len(workers.told) == 2, "nobody wants that one soon"
+
+
+def test_an_answer_that_comes_once_the_workers_are_closed_is_no_error():
+    """What was to follow it cannot be sent; who waits for that gets the error."""
+    workers = Busy()
+    outbox = Outbox(workers)
+    outbox.submit("first")
+    later = outbox.post_soon("second")
+
+    def closed(batch):
+        raise WorkerLostError("The workers have been closed.")
+
+    workers.submit = closed
+    workers.answer()
+    with pytest.raises(WorkerLostError):
+        later.result()
 
 
 def test_for_gpus_what_is_wanted_soon_leaves_although_workers_are_busy():
