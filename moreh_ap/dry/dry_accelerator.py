@@ -40,7 +40,7 @@ from moreh_ap.session.own_process.small_models import SmallModels
 from moreh_ap.session.planning import device_count_records
 from moreh_ap.session.planning.first_call import family_of, rows_of
 from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
-from moreh_ap.session.planning.model_profiling import profile_model, shape_of
+from moreh_ap.session.planning.model_profiling import has_items, profile_model, shape_of
 from moreh_ap.session.planning.plan_selection import Question
 from moreh_ap.session.rng_streams import ProcessGenerator
 from moreh_ap.session.session import Session
@@ -203,7 +203,8 @@ def note_first_call(root: nn.Module, call: tuple[nn.Module, Any, Any]) -> FirstC
     """Returns what is known of a call under a `DryAccelerator`, which is in force."""
     dry_one: DryAccelerator = device.current()
     shape, rows = shape_of(root), rows_of(call) or 1
-    question = Question(dry_one.options, root, family_of(root), profile_model(root, shape, call, rows), shape, rows)
+    profile, with_items = profile_model(root, shape, call, rows), has_items(call, rows_of(call))
+    question = Question(dry_one.options, root, family_of(root), profile, shape, rows, with_items)
     trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in root.parameters())
     own_process = SmallModels(dry_one.session, {}).why_here(root, call[1:])
     return FirstCall(question, dry_one.place, dry_one.session, own_process, trains)

@@ -24,6 +24,8 @@ from moreh_ap.errors import OptionError
 from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile, Product
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, from_config, profile_of
 from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.protocol.objects.batch_items import find_items
+from moreh_ap.protocol.objects.picture_rows import find_pictures
 from moreh_ap.session.planning.frozen_weights import trains_weights, with_frozen_weights
 from moreh_ap.session.planning.layer_sizes import CONVOLUTIONS, TRANSPOSED_CONVOLUTIONS, LayerSize, layer_sizes
 from moreh_ap.session.planning.loss_place import with_loss_place
@@ -205,6 +207,16 @@ def _has_matrix(module: nn.Module) -> bool:
 
 def _elements(modules: Sequence[nn.Module]) -> int:
     return sum(num_values(p) for p in {id(p): p for module in modules for p in module.parameters()}.values())
+
+
+def has_items(call: tuple[nn.Module, Any, Any], rows: int | None) -> bool:
+    """Returns whether a call has items instead of rows, or several pictures of a row: `protocol/objects`.
+
+    Args:
+        call: Module, positional and keyword arguments.
+        rows: Rows of the call, None if no argument has rows.
+    """
+    return find_pictures(*call[1:]) is not None or (rows is None and find_items(*call[1:]) is not None)
 
 
 def joins_rows(root: nn.Module) -> bool:

@@ -30,7 +30,7 @@ from moreh_ap.session.planning import device_count, oom_records
 from moreh_ap.session.planning.compiled_runs import measured
 from moreh_ap.session.planning.device_count_records import script_key
 from moreh_ap.session.planning.machine_profile import Machine, machine_of, machine_on
-from moreh_ap.session.planning.model_profiling import identity_of, joins_rows, profile_model, shape_of
+from moreh_ap.session.planning.model_profiling import has_items, identity_of, joins_rows, profile_model, shape_of
 from moreh_ap.session.planning.packed_weights import has_packed_weights
 from moreh_ap.session.planning.step_watch import Expected, corrections_of
 from moreh_ap.session.session import Session
@@ -94,7 +94,7 @@ def choose_plan_for(
     """
     options, shape = session.options, shape_of(root)
     profile = profile_model(root, shape, call, rows or 1)  # may import for seconds, while the workers start
-    question = Question(options, root, family, profile, shape, rows or 1)
+    question = Question(options, root, family, profile, shape, rows or 1, has_items(call, rows))
     is_first = session.outbox.state.current is SessionState.EMPTY
     machine, choice = _choice_on_its_devices(session, question, identity_of(root, call[1:]), is_first=is_first)
     choice, compiled_before = question.compiled_if_it_paid(session, machine, choice)
@@ -132,6 +132,7 @@ class Question:
         profile: What it is made of.
         shape: Its shape, if it is a decoder of transformers.
         rows: Rows of the global batch.
+        has_items: Whether the first call has items, such as pictures of its rows: calls are not cut by rows then.
     """
 
     options: Options
@@ -140,6 +141,7 @@ class Question:
     profile: ModelProfile
     shape: TransformerShape | None
     rows: int
+    has_items: bool = False
 
     @property
     def model_name(self) -> str:
@@ -181,6 +183,8 @@ class Question:
             constraints = replace(constraints, compiles_blocks=True)
         if has_packed_weights(root):
             constraints = for_packed_weights(constraints, self.given)
+        if self.has_items and self.given is None and constraints.num_micro_batches == "auto":
+            constraints = replace(constraints, num_micro_batches=1, pipeline_parallel=False)
         if joins_rows(root):
             constraints = without_pieces(constraints, self.given)
         return Task(

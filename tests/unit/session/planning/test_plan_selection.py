@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.hardware import Device, find_cluster
@@ -13,7 +15,8 @@ from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
 from moreh_ap.planner.search.verified_kinds import verified_kinds
 from moreh_ap.session.planning.machine_profile import Machine
-from moreh_ap.session.planning.plan_selection import constraints_of
+from moreh_ap.session.planning.model_profiling import has_items
+from moreh_ap.session.planning.plan_selection import Question, constraints_of
 from moreh_ap.settings import Options
 
 LLAMA = "transformers.models.llama.modeling_llama.LlamaForCausalLM llama"
@@ -68,3 +71,24 @@ def test_state_goes_to_host_memory_only_where_that_is_another_memory():
 )
 def test_an_option_is_passed_on(name, value):
     assert getattr(left(**{name: value}), name) == value != getattr(left(), name)
+
+
+def question(has_items: bool, **options):
+    return Question(Options(**options), nn.Linear(2, 2), LLAMA, PROFILE, SHAPE, 64, has_items)
+
+
+def test_a_call_with_items_is_not_planned_with_pieces_unless_the_script_asks_for_them():
+    task = question(True).task_on(machine())
+    assert task.constraints.num_micro_batches == 1 and not task.constraints.pipeline_parallel
+    assert question(True, num_micro_batches=4).task_on(machine()).constraints.num_micro_batches == 4
+    assert question(False).task_on(machine()).constraints.num_micro_batches == "auto"
+
+
+def test_a_call_with_pictures_of_its_rows_or_lists_has_items():
+    ids = torch.tensor([[5, 9, 9, 9, 9, 1], [5, 1, 1, 1, 1, 1], [5, 9, 9, 1, 1, 1]])
+    pictures = {"input_ids": ids, "pixel_values": torch.randn(3, 3, 4, 4)}
+    model = nn.Linear(2, 2)
+    assert has_items((model, (), pictures), 3)
+    assert not has_items((model, (), {"input_ids": ids}), 3)
+    assert not has_items((model, (), {"pixel_values": pictures["pixel_values"]}), 3)
+    assert has_items((model, ([torch.randn(3, 5, 4), torch.randn(3, 4, 6)],), {}), None)
