@@ -100,7 +100,11 @@ class Lamb(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             beta1, beta2 = group["betas"]
@@ -115,6 +119,7 @@ class Lamb(Optimizer):
                 size = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt().add_(1e-3)
                 update = state["exp_avg"] / (1 - beta1 ** group["step"]) / size
                 p.sub_(update * (p.norm() / update.norm().clamp(min=1e-3)).clamp(max=10), alpha=group["lr"])
+        return loss
 
 
 class DecayedAdam(torch.optim.Adam):

@@ -99,6 +99,29 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(accelerator, tmp_path: P
     assert of_last(sent) == 3
 
 
+@pytest.mark.parametrize("kind", [Lamb, DecayedAdam], ids=lambda kind: kind.__name__)
+def test_a_step_with_a_closure(accelerator, kind):
+    """As Lightning and skorch step."""
+
+    def script(device: str) -> Any:
+        model = OwnTransformer().to(device)
+        optimizer, losses = kind(model.parameters()), []
+        for ids, labels in batches(device, count=4):
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(ids, labels)[1]  # noqa: B023
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).detach())
+        return losses, model.state_dict()
+
+    sent = steps_sent(accelerator("replicate=2"))
+    assert_same(*on_both(script), rtol=1e-4, atol=2e-5)
+    assert of_last(sent) == 4
+
+
 def test_an_attribute_that_the_script_changes_has_the_step_taken_there(accelerator):
     """What the workers have is that of the first step."""
     session = accelerator("replicate=2")

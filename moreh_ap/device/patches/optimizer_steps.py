@@ -28,8 +28,9 @@ def install(patches: Patches, backend: WorkerBackend) -> None:
     group = patches.group("Parameters, gradients and the state of optimizers are on the workers.")
     steps = []
     for cls in backend.optimizer_classes():
-        is_hooked = hasattr(cls.step, "hooked")  # by an optimizer of this class from before the line
-        step: Any = backend.step_on_workers(cls.step.__wrapped__ if is_hooked else cls.step)
+        written: Any = cls.step
+        is_hooked = hasattr(written, "hooked")  # by an optimizer of this class from before the line
+        step: Any = backend.step_on_workers(written.__wrapped__ if is_hooked else written)
         steps.append(step)
         if is_hooked:
             step = torch.optim.Optimizer.profile_hook_step(step)

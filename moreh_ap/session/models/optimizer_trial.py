@@ -24,7 +24,7 @@ from moreh_ap.device.function_mode import without_redirection
 from moreh_ap.device.patches.optimizer_steps import SCRIPT_STEP
 from moreh_ap.protocol.script_code.value_forms import is_of_script
 
-Step = Callable[[Optimizer], Any]
+Step = Callable[..., Any]
 Settings = list[dict[str, Any]]
 """Those of each group of an optimizer."""
 
@@ -127,23 +127,39 @@ class Copy:
         """Returns what is kept of a parameter."""
         return dict(self._copy.state.get(self.parameters[number], {}))
 
-    def take(self, gradients: Sequence[Tensor]) -> None:
+    def take(self, gradients: Sequence[Tensor], *, in_closure: bool = False) -> None:
         """Takes a step.
+
+        Args:
+            gradients: Of the parameters.
+            in_closure: Whether a closure gives them, which the step has to call once, before it changes anything.
 
         Raises:
             Refused: The step has failed, or done something else beside.
         """
-        for parameter, gradient in zip(self.parameters, gradients):
-            parameter.grad = gradient.clone()
+        versions, loss = [one._version for one in self.parameters], torch.zeros(())
+        calls: list[list[int]] = []
+
+        def closure() -> Tensor:
+            for parameter, gradient in zip(self.parameters, gradients):
+                parameter.grad = gradient.clone()
+            calls.append([one._version for one in self.parameters])
+            return loss
+
+        if in_closure:
+            for parameter in self.parameters:
+                parameter.grad = None
+        else:
+            closure()
         said, drawn = io.StringIO(), _random_states()
         with without_hooks(type(self._copy)), without_redirection(), contextlib.redirect_stdout(said), torch.no_grad():
             try:
-                returned = self._step(self._copy)
+                returned = self._step(self._copy, closure) if in_closure else self._step(self._copy)
             except Exception as error:
                 raise Refused(f"raised {type(error).__name__} on small parameters: {error}") from error
         if said.getvalue():
             raise Refused("prints")
-        if returned is not None:
+        if returned is not (loss if in_closure else None) or calls != [versions]:
             raise Refused("returns something")
         if not _are_same_states(drawn, _random_states()):
             _put_back(drawn)
@@ -215,6 +231,14 @@ class Trial:
             return False
         return all(self._are_alike(number, *((part, number) for part in parts), dim=dim) for number in self._all)
 
+    def takes_closure(self) -> bool:
+        """Returns whether a step with a closure is a call of that, and then a step; it returns what that returns."""
+        try:
+            copy = self._run(self._all, in_closure=True)
+        except Refused:
+            return False
+        return all(self._are_alike(number, (copy, number)) for number in self._all)
+
     def twin(self) -> tuple[Copy, list[Tensor]]:
         """Returns a copy with very small parameters, whose settings change as those of the optimizer do; gradients too.
 
@@ -238,11 +262,11 @@ class Trial:
         copy.set(_at_rate(copy.settings))
         return copy
 
-    def _run(self, numbers: Sequence[int], cut: Cut | None = None) -> Copy:
+    def _run(self, numbers: Sequence[int], cut: Cut | None = None, *, in_closure: bool = False) -> Copy:
         """Returns a copy with some of the parameters, or parts of them, after its steps."""
         copy = self._begun(numbers, cut)
         for at in range(_NUM_STEPS):
-            copy.take([_part(self._gradients[number][at], cut) for number in numbers])
+            copy.take([_part(self._gradients[number][at], cut) for number in numbers], in_closure=in_closure)
         copy.check()
         return copy
 

@@ -51,6 +51,7 @@ class OwnStep:
         pickled_class: The class.
         attributes: Plain attributes of the optimizer.
         needs_whole: Whether a step needs whole parameters; else each element is computed from those at its place.
+        takes_closure: Whether a step with a closure is a call of that, and then a step.
         variables: Those outside of the optimizer that it reads, with their values.
         twin: A small copy that shows what a step makes of settings; None where it leaves them as they are.
         gradients: Those of the twin.
@@ -59,6 +60,7 @@ class OwnStep:
     pickled_class: bytes
     attributes: dict[str, Any]
     needs_whole: bool
+    takes_closure: bool
     variables: tuple[tuple[Variable, Any], ...]
     twin: Copy | None = None
     gradients: Sequence[Tensor] = ()
@@ -112,4 +114,5 @@ def own_step_of(optimizer: Optimizer, step: Step) -> OwnStep:
             pickled_class = cloudpickle.dumps(type(optimizer))
         except Exception as error:  # of whatever the class, or a function that it names, has
             raise Refused(f"cannot be sent: {error}") from error
-    return OwnStep(pickled_class, attributes_of(optimizer), needs_whole, variables, twin, gradients)
+    attributes, takes_closure = attributes_of(optimizer), trial.takes_closure()
+    return OwnStep(pickled_class, attributes, needs_whole, takes_closure, variables, twin, gradients)

@@ -204,18 +204,16 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        loss = _called(closure)  # before it, the model may not have been called
         remote = _remote_as_before(session, optimizer)
-        if remote is None:
-            _bring_state_back(optimizer)
-            stepped_here = closure is None and step_on_values(optimizer, original)
-            if stepped_here and session.watch is not None:
-                session.watch.stepped_here(optimizer)
-            return None if stepped_here else original(optimizer, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        remote.step(optimizer)
+        if remote is not None:
+            remote.step(optimizer)
+            return loss
+        _bring_state_back(optimizer)
+        if not step_on_values(optimizer, original):
+            return original(optimizer, None if closure is None else lambda: loss)
+        if session.watch is not None:
+            session.watch.stepped_here(optimizer)
         return loss
 
     return step
@@ -232,17 +230,30 @@ def step_of_own(
         original: Its class's own method.
         args, kwargs: Arguments of the call after the optimizer.
     """
-    refs = None if optimizer.__dict__.get(_OWN_STEP) is REFUSED else worker_refs(optimizer)
-    if refs is None:
+    given = [one for one in (*args, *kwargs.values()) if one is not None]
+    refs = worker_refs(optimizer)
+    if refs is None and not (given and all(type(one) is VirtualTensor for one in parameters_of(optimizer))):
         _bring_state_back(optimizer)
         return original(optimizer, *args, **kwargs)
-    if any(one is not None for one in (*args, *kwargs.values())):
-        _refuse(optimizer, "is given a closure, or other arguments")
     own = _own_step(optimizer, original)
+    if own is not None and given and not (own.takes_closure and len(given) == 1 and callable(given[0])):
+        _refuse(optimizer, "is given more than a closure that it calls once, at its beginning")
+        own = None
     if own is None:
         return original(optimizer, *args, **kwargs)
+    loss = _called(given[0] if given else None)
+    refs = refs or worker_refs(optimizer)  # the closure may have been what first called the model
+    if refs is None:
+        return original(optimizer, lambda: loss)
     _remote_of(session, optimizer, refs, own).step(optimizer)
-    return None
+    return loss
+
+
+def _called(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _own_step(optimizer: Optimizer, original: Callable[..., Any]) -> OwnStep | None:

@@ -169,6 +169,23 @@ class Together(Plain):
         return parameter.grad / sum(one.grad.norm() for one in group["params"])
 
 
+class WithClosure(Plain):
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        super().step()
+        return loss
+
+
+class Twice(Plain):
+    """Steps before and after a closure, as a search along a line does."""
+
+    def step(self, closure=None):
+        super().step()
+        loss = closure() if closure is not None else None
+        super().step()
+        return loss
+
+
 class Answers(Plain):
     def step(self, closure=None):
         super().step()
@@ -256,6 +273,13 @@ def test_settings_that_a_step_changes_are_changed_in_the_script_too():
         assert optimizer.param_groups[0]["lr"] == number / 10
     assert own.twin is not None and all(one.numel() <= 12 for one in own.twin.parameters)
     assert found(optimizer_of(Plain)).twin is None
+
+
+def test_a_closure_that_is_called_once_and_first():
+    assert found(optimizer_of(WithClosure)).takes_closure
+    assert found(optimizer_of(torch.optim.Adam)).takes_closure
+    assert not found(optimizer_of(Twice)).takes_closure  # before it, parameters have changed
+    assert not found(optimizer_of(Plain)).takes_closure  # it is ignored
 
 
 def test_a_variable_that_changes_later_is_noticed(monkeypatch):
