@@ -73,8 +73,8 @@ def planned(
             raise
         except Asked as asked:
             raise OptionError(
-                f"{script} asks a question ({_place(asked, script)}), and a dry run has nobody to answer it",
-                "a script that takes its settings as arguments, behind its name",
+                f"{script} asks a question ({_place(asked, script)}), and a dry run cannot answer it",
+                "a script that takes its settings as arguments, after its name",
                 f"moreh-ap plan --devices 8xH100 {script.name} --yes",
                 LINK,
             ) from None
@@ -82,7 +82,7 @@ def planned(
             said = masked(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", arguments)
             raise OptionError(
                 f"{script} ended with an error ({_place(error, script)}) before a model was called: {said}",
-                "a script that runs by itself; its own options stand behind its name, those of moreh-ap in front of it",
+                "a script that runs by itself; its own options come after its name, those of moreh-ap before it",
                 f"moreh-ap plan --show-output --devices 8xH100 {script.name}",
                 LINK,
             ) from None
