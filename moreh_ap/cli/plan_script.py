@@ -66,7 +66,7 @@ def planned(
         try:
             with (
                 effects.noting(),
-                dry_accelerator.dry(cluster, effects.note_left_out, with_weights=with_weights),
+                dry_accelerator.dry(cluster, effects.note_left_out, with_weights=with_weights) as made,
             ):
                 first, plan = run_until_first_call(script, arguments, take, "plan")
         except MorehError:
@@ -80,6 +80,13 @@ def planned(
             ) from None
         except Exception as error:  # of any class: it is the script's own
             said = masked(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", arguments)
+            if not made:
+                raise OptionError(
+                    f"{script} ended with an error ({_place(error, script)}) before it called the one line: {said}",
+                    'a script that calls the one line before it uses "cuda"',
+                    "torch.moreh.option.enable_advanced_parallelization()",
+                    LINK,
+                ) from None
             raise OptionError(
                 f"{script} ended with an error ({_place(error, script)}) before a model was called: {said}",
                 "a script that runs by itself; its own options come after its name, those of moreh-ap before it",
