@@ -6,6 +6,7 @@ Decides what a second call of the line means, and that workers begin before the 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from moreh_ap.accelerator.worker_starts import WorkerStarts
 from moreh_ap.device import AcceleratorInForce
 from moreh_ap.errors import OptionError
 from moreh_ap.local import garbage_at_start, logger
+from moreh_ap.plan import Plan
 from moreh_ap.settings import Options, unread_variables
 
 
@@ -50,6 +52,14 @@ class _Makes:
 MAKES = _Makes()
 
 
+def _differing(options: Options, others: Options) -> str:
+    """Returns the options that others have with another value, as arguments of the one line; hosts are never shown."""
+    names = [one.name for one in dataclasses.fields(options) if one.compare and one.repr]
+    values = {name: getattr(options, name) for name in names if getattr(options, name) != getattr(others, name)}
+    texts = {name: str(value) if isinstance(value, Plan) else value for name, value in values.items()}
+    return ", ".join(f"{name}={text!r}" for name, text in texts.items())
+
+
 def enable(options: Options) -> None:
     """Make "cuda" mean an accelerator with these options; with the same options again, nothing happens.
 
@@ -72,7 +82,8 @@ def enable(options: Options) -> None:
             )
         if in_force.in_use():
             raise OptionError(
-                f"The accelerator is in use with {in_force.options}; it cannot take other options now.",
+                f"The accelerator is in use with {_differing(in_force.options, options)}; this call asks for "
+                f"{_differing(options, in_force.options)}.",
                 allowed="One call, or further calls with the same arguments, before the accelerator is used.",
                 fix="torch.moreh.option.enable_advanced_parallelization(...)  # once, before the first model call",
             )

@@ -159,7 +159,7 @@ def _of_script(arguments: argparse.Namespace, script_arguments: list[str]) -> in
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise OptionError(
             f"{flags} with a script, whose own lines say it",
-            "the script's own arguments, behind its name, and those of the one line in it",
+            "the script's own arguments, after its name, and those of the one line in it",
             f"moreh-ap plan --devices 8xH100 {arguments.model}",
             "docs/dry-run.md",
         )

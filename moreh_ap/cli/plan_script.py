@@ -66,23 +66,30 @@ def planned(
         try:
             with (
                 effects.noting(),
-                dry_accelerator.dry(cluster, effects.note_left_out, with_weights=with_weights),
+                dry_accelerator.dry(cluster, effects.note_left_out, with_weights=with_weights) as made,
             ):
                 first, plan = run_until_first_call(script, arguments, take, "plan")
         except MorehError:
             raise
         except Asked as asked:
             raise OptionError(
-                f"{script} asks a question ({_place(asked, script)}), and a dry run has nobody to answer it",
-                "a script that takes its settings as arguments, behind its name",
+                f"{script} asks a question ({_place(asked, script)}), and a dry run cannot answer it",
+                "a script that takes its settings as arguments, after its name",
                 f"moreh-ap plan --devices 8xH100 {script.name} --yes",
                 LINK,
             ) from None
         except Exception as error:  # of any class: it is the script's own
             said = masked(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", arguments)
+            if not made:
+                raise OptionError(
+                    f"{script} ended with an error ({_place(error, script)}) before it called the one line: {said}",
+                    'a script that calls the one line before it uses "cuda"',
+                    "torch.moreh.option.enable_advanced_parallelization()",
+                    LINK,
+                ) from None
             raise OptionError(
                 f"{script} ended with an error ({_place(error, script)}) before a model was called: {said}",
-                "a script that runs by itself; its own options stand behind its name, those of moreh-ap in front of it",
+                "a script that runs by itself; its own options come after its name, those of moreh-ap before it",
                 f"moreh-ap plan --show-output --devices 8xH100 {script.name}",
                 LINK,
             ) from None

@@ -108,12 +108,18 @@ class DryAccelerator:
 
 
 @contextlib.contextmanager
-def dry(cluster: Cluster | None, note: Callable[[str], object], *, with_weights: bool) -> Iterator[None]:
-    """Inside, the one line makes a `DryAccelerator`; arguments as for that."""
+def dry(cluster: Cluster | None, note: Callable[[str], object], *, with_weights: bool) -> Iterator[list[Options]]:
+    """Inside, the one line makes a `DryAccelerator`; arguments as for that. Yields the options of each, so far none."""
     before = enabling.MAKES.make
-    enabling.MAKES.make = lambda options: DryAccelerator(options, cluster, with_weights, note)
+    made: list[Options] = []
+
+    def make(options: Options) -> DryAccelerator:
+        made.append(options)
+        return DryAccelerator(options, cluster, with_weights, note)
+
+    enabling.MAKES.make = make
     try:
-        yield
+        yield made
     finally:
         enabling.MAKES.make = before
 

@@ -34,9 +34,9 @@ from moreh_ap.planner.search.search_space import (
 
 __all__ = ["search"]
 
-_MORE_RECOMPUTED = "recomputes more than it has to in order to fit"
-_MORE_PIECES = "has more micro-batches than it needs in order to fit, without a pipeline to fill"
-_TOO_LARGE = "does not fit, since what keeps least on the same axes does not"
+_MORE_RECOMPUTED = "recomputes more than it needs to fit"
+_MORE_PIECES = "has more micro-batches than it needs to fit, and no pipeline to fill"
+_TOO_LARGE = "does not fit, because not even the plan with the least memory on the same axes fits"
 
 
 def search(task: Task) -> Ranking:

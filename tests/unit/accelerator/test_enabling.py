@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moreh_ap.accelerator import enabling
+from moreh_ap.errors import OptionError
+from moreh_ap.plan import Plan
 from moreh_ap.settings import Options
 
 
@@ -22,3 +24,22 @@ def test_a_variable_with_nearly_the_name_of_one_that_is_read_is_warned_of(monkey
     with pytest.raises(ZeroDivisionError):
         enabling.make_accelerator(Options())
     assert "[warning] The variable MOREH_DEVICES is not read" in "".join(capsys.readouterr())
+
+
+def test_a_call_with_other_options_says_what_differs_and_nothing_else(monkeypatch):
+    class InUse:
+        options = Options(plan=Plan(replicate=2), autotune=True)
+
+        def has_ended(self):
+            return False
+
+        def in_use(self):
+            return True
+
+    monkeypatch.setattr(enabling.device, "current", InUse)
+    with pytest.raises(OptionError) as caught:
+        enabling.enable(Options(plan=Plan(shard=2), autotune=True, mixed_precision=False))
+    assert str(caught.value).splitlines()[0] == (
+        "The accelerator is in use with mixed_precision=True, plan='replicate=2'; "
+        "this call asks for mixed_precision=False, plan='shard=2'."
+    )

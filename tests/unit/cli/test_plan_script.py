@@ -49,6 +49,12 @@ def test_a_script_that_does_not_come_to_a_call_is_told_why_in_four_lines(tmp_pat
     assert len(str(error.value).splitlines()) == 4 and "very-secret" not in str(error.value)
 
 
+def test_a_script_without_the_one_line_is_told_of_it(tmp_path):
+    with pytest.raises(OptionError, match=r"\(line 2\) before it called the one line: ValueError: no GPU") as error:
+        planned(tmp_path, "raise ValueError('no GPU')\n", beginning="import torch\n")
+    assert "Try: torch.moreh.option.enable_advanced_parallelization()" in str(error.value)
+
+
 def test_an_error_of_the_one_line_is_its_own(tmp_path):
     text = "import torch\ntorch.moreh.option.enable_advanced_parallelization(devices=0)\n"
     with pytest.raises(OptionError, match="devices=0"):

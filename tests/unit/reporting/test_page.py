@@ -98,6 +98,11 @@ def test_long_plans_break_behind_commas_and_small_sizes_are_legible(record):
     assert "take 0.99 times as long, which is less than the estimate can tell apart" in text
 
 
+def test_names_of_variables_break_between_their_words(record):
+    record.variables = {"MOREH_NUM_DEVICES": "2"}
+    assert "MOREH_<wbr>NUM_<wbr>DEVICES" in page.make(record)
+
+
 def test_what_is_not_known_of_a_run_is_not_shown_as_nothing(record):
     record.devices, record.peak_bytes = [], []
     text = " ".join(Text(page.make(record)).words)
