@@ -186,6 +186,17 @@ class Twice(Plain):
         return loss
 
 
+class Ascends(Plain):
+    """Changes parameters before the closure, past autograd's count of changes, as SAM does."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(0.01)
+        loss = closure() if closure is not None else None
+        super().step()
+        return loss
+
+
 class Answers(Plain):
     def step(self, closure=None):
         super().step()
@@ -279,6 +290,7 @@ def test_a_closure_that_is_called_once_and_first():
     assert found(optimizer_of(WithClosure)).takes_closure
     assert found(optimizer_of(torch.optim.Adam)).takes_closure
     assert not found(optimizer_of(Twice)).takes_closure  # before it, parameters have changed
+    assert not found(optimizer_of(Ascends)).takes_closure
     assert not found(optimizer_of(Plain)).takes_closure  # it is ignored
 
 
