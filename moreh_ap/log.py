@@ -321,11 +321,9 @@ def candidate_lines(choice: Choice) -> Iterable[str]:
         memory, step = candidate.memory, candidate.step
         verdict = "selected" if candidate.plan == choice.plan else "fits" if candidate.fits else "does not fit"
         seconds = f", {step.total_s * 1000:.1f} ms a step" if step is not None else ""
-        components = ", ".join(f"{label} {round(num_bytes)}" for label, num_bytes in memory.components)
-        yield (
-            f"{candidate.plan} : {round(memory.reserved_bytes)} bytes of {round(candidate.usable_bytes)}{seconds}, "
-            f"{verdict} ({components})"
-        )
+        components = ", ".join(f"{label} {num_bytes / 2**30:.2f}" for label, num_bytes in memory.components)
+        needed = f"{memory.reserved_bytes / 2**30:.2f} GiB of {candidate.usable_bytes / 2**30:.2f}"
+        yield f"{candidate.plan} : {needed}{seconds}, {verdict} ({components})"
 
 
 def write_selected_config(plan: Plan, global_batch: int) -> Path:

@@ -37,9 +37,8 @@ def nothing_fits(task: Task, candidates: Sequence[Candidate]) -> PlanError:
         named = f", flavour {flavour}" if flavour else ""
         remedies.append(f"{devices} devices{named} (there are {task.cluster.num_devices})")
     return PlanError(
-        f"out of memory: the leanest plan {str(least.plan)!r} needs {round(least.memory.reserved_bytes)} bytes "
-        f"({_gib(least.memory.reserved_bytes)} GiB) on a device, {round(task.usable_bytes)} bytes "
-        f"({_gib(task.usable_bytes)} GiB) are available to it",
+        f"out of memory: the leanest plan {str(least.plan)!r} needs {_gib(least.memory.reserved_bytes)} GiB "
+        f"on a device, {_gib(task.usable_bytes)} GiB are available to it",
         " or ".join(remedies) or "a smaller model, shorter rows or devices with more memory",
         f"torch.moreh.option.enable_advanced_parallelization(devices={devices})" if devices else "",
     )

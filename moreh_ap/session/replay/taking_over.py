@@ -273,11 +273,11 @@ def next_best(planned: Planned, failed: Candidate, is_possible: Callable[[Plan],
     if best is not None:
         return planned.instead(best)
     needed, usable = failed.memory.reserved_bytes, planned.task.usable_bytes
-    there_are = f"{round(usable)} ({usable / 2**30:.2f} GiB) are available"
+    there_are = f"{usable / 2**30:.2f} GiB are available"
     remedy = nothing_fits(task, ranking.candidates)
     raise PlanError(
-        f"plan={str(failed.plan)!r} ran out of memory, and no plan needs clearly less: {round(needed)} bytes "
-        f"({needed / 2**30:.2f} GiB) on a device were predicted, {there_are}",
+        f"plan={str(failed.plan)!r} ran out of memory, and no plan needs clearly less: "
+        f"{needed / 2**30:.2f} GiB on a device were predicted, {there_are}",
         remedy.allowed,
         remedy.fix,
     )
