@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from moreh_ap.errors import WorkerLostError
 from moreh_ap.local import logger
+from moreh_ap.protocol.encoding import Packed, unpack
 from moreh_ap.runtime.engine_error import EngineError
 from moreh_ap.runtime.hangs.hang_watch import HangWatch
 from moreh_ap.runtime.launcher import POLL_S, Launcher, Stopping
 from moreh_ap.runtime.outcome_resolver import PeersHang
 from moreh_ap.runtime.relay.carrier import Awaited, Carrier
-from moreh_ap.runtime.relay.worker_answer import Answer
+from moreh_ap.runtime.relay.worker_answer import DONE, Answer
 from moreh_ap.runtime.worker.actor import Trouble
 
 if TYPE_CHECKING:
     from moreh_ap.runtime.engine import Engine, Pending
 
 LOOK_AFTER_S = 1.0  # a command that takes longer than this may be hanging: ask the workers
+_LAST = (1 << 63) - 1  # the number of the last command that a group of workers gets
 GRACE_S = 3.0  # how long the others may still answer once a worker is known to have failed
 
 
@@ -68,6 +71,25 @@ class Receiver:
                 failed = (now_s, answer) if answer is not None else None
                 if failed is None:
                     self._look_for_hang(number)
+
+    def ask(self, epoch: int, rank: int, command: object) -> object:
+        """Sends the last command, and returns the answer of one of this machine's workers; None if it has none.
+
+        The others are not waited for: they may wait in a collective for ever.
+
+        Raises:
+            Stopping: the worker group is being closed.
+        """
+        assert self.carrier is not None, "workers have answered"
+        try:
+            pending = self.carrier.execute(_LAST, epoch, Packed(pickle.dumps(command)))
+            while (answer := pending.answers[rank]) is None:
+                with contextlib.suppress(TimeoutError):
+                    pending.wait(POLL_S)
+                self.look_around()
+        except (EngineError, WorkerLostError):
+            return None  # the error before this one is what the script gets
+        return unpack(answer.content) if answer.status == DONE and answer.content is not None else None
 
     def look_around(self) -> None:
         """Raises `Stopping` or `WorkerLostError` if there is nothing left to wait for."""

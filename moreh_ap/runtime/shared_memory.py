@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Place, SentPlace
+from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES, Packed, Place, SentPlace
 
 _LIMIT_BYTES = 1 << 30
 """Bytes of the file. Values that do not fit into it are sent by the engine."""
@@ -90,6 +90,17 @@ class SharedMemory:
             rank: The only worker that gets the command; None: all do.
         """
         return tuple([self._store(buffer.raw(), rank) for buffer in buffers])
+
+    def taken_out(self, payload: Packed | list[Packed]) -> Packed | list[Packed]:
+        """Returns a command for all workers of this machine with its values in it: they outlive this memory.
+
+        Others are returned as they are: one for each worker, and those for several hosts.
+        """
+        if not isinstance(payload, Packed) or self._carry is not None:
+            return payload
+        with contextlib.suppress(OSError):  # this memory is closed
+            return payload._replace(buffers=tuple(self.read(payload.buffers)))
+        return payload
 
     def read(self, buffers: Sequence[bytes | memoryview | Place | SentPlace]) -> list[bytes | memoryview]:
         """Returns the values of a command that was stored for all workers and not released.

@@ -25,7 +25,7 @@ from moreh_ap.runtime.joining import launch
 from moreh_ap.runtime.launcher import Launcher, LaunchRequest, Progress, Stopping
 from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang, stopped_error, unexpected_error
 from moreh_ap.runtime.receiver import Receiver
-from moreh_ap.runtime.relay.carrier import Awaited, Carrier
+from moreh_ap.runtime.relay.carrier import Ask, Awaited, Carrier
 from moreh_ap.runtime.shared_memory import SharedMemory
 
 MAX_OUTSTANDING = 256
@@ -58,6 +58,7 @@ class WorkerGroup:
         num_workers: how many.
         num_waits: how often a caller had to wait for a reply that was not there.
         keeps_commands, keeps_values, wanted: whether sent commands are noted, with values; what goes with a forward.
+        before_end: called in that thread before workers are ended that cannot go on together after an error.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class WorkerGroup:
         self.num_waits, self.keeps_commands, self.keeps_values, self.wanted = 0, False, False, None
         self._on_progress: Progress = on_progress or (lambda stage, done, total: None)
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._slots = threading.BoundedSemaphore(MAX_OUTSTANDING)
+        self._changed, self._slots = threading.Condition(self._lock), threading.BoundedSemaphore(MAX_OUTSTANDING)
+        self.before_end: Callable[[BaseException, Ask], object] = lambda error, ask: None
         self._carrier: Carrier | None = None
         self._unsent: deque[SentCommand] = deque()
         self._sent: deque[tuple[SentCommand, Awaited]] = deque()
@@ -91,12 +92,11 @@ class WorkerGroup:
         self._resolver = OutcomeResolver(lambda rank: self._launcher.place_of(rank))
         self._stopped: BaseException | None = None  # why no further command is accepted
         self._ready, self._owner_pid = threading.Event(), os.getpid()
-        self.shared_memory = SharedMemory(shares_memory)
+        memory = self.shared_memory = SharedMemory(shares_memory)
         what, timeouts_s = (num_workers, device_type, threads_per_worker), (start_timeout_s, collective_timeout_s)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if visible_devices is None else visible_devices
-        where = self.shared_memory.descriptor, visible
-        self._request = request = LaunchRequest(*what, executor, ("torch", *preimport), *timeouts_s, *where)
-        self._make_launcher = make_launcher or Launcher
+        request = LaunchRequest(*what, executor, ("torch", *preimport), *timeouts_s, memory.descriptor, visible)
+        self._request, self._make_launcher = request, make_launcher or Launcher
         self._launcher = self._make_launcher(request, self.is_stopped)
         self._thread = threading.Thread(target=self._run, name="moreh-workers", daemon=True)
         atexit.register(self.close)
@@ -207,8 +207,7 @@ class WorkerGroup:
         """
         if not reply.done():
             self.num_waits += 1
-            # Most waits are over in their first turn, which makes no call of ours.
-            first_s = TURN_S if timeout_s is None else min(TURN_S, timeout_s)
+            first_s = TURN_S if timeout_s is None else min(TURN_S, timeout_s)  # most are over in it, without our calls
             if concurrent.futures.wait([reply], first_s).done:
                 return
             if not wait_in_turns(lambda turn_s: concurrent.futures.wait([reply], turn_s).done, timeout_s):
@@ -324,6 +323,7 @@ class WorkerGroup:
             outcome = self._resolver.resolve_hang(command.epoch, hang.answer)
         if outcome.must_stop and outcome.error is not None:
             self._prepare_to_stop(outcome.error)
+            self.before_end(outcome.error, lambda *asked: receiver.ask(command.epoch + 1, *asked))
             self._stop(outcome.error, tell=outcome.is_new)
             return
         with self._lock:
@@ -396,5 +396,5 @@ class WorkerGroup:
             self._changed.notify_all()
         self._launcher.kill()
         for command in abandoned:
-            self._complete(command, [], error)
+            self._complete(command._replace(payload=self.shared_memory.taken_out(command.payload)), [], error)
         self._ready.set()

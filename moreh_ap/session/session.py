@@ -21,6 +21,7 @@ from moreh_ap.protocol.messages.stream import Synchronize
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.recovery.past import Past
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
+from moreh_ap.runtime.relay.carrier import Ask
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.calls.call_extensions import CallExtensions
 from moreh_ap.session.calls.lone_losses import LoneLosses
@@ -99,6 +100,7 @@ class Session:
         self.options, self._start_workers, self.job, self.pool = options, start_workers, job, pool
         self.max_devices, self.num_devices = max_devices, num_devices
         self.workers = start_workers(num_devices, None)
+        self.workers.before_end = self._before_end
         self.device_type = self.workers.device_type
         self.generator = generator
         self.outbox = Outbox(self.workers, leaves_at_once=self.device_type == "cuda")
@@ -115,6 +117,7 @@ class Session:
         self.extensions: CallExtensions  # set by `session_backend`
         self.lay_out_again: Callable[[Any, Plan, str], bool] | None = None  # see `recovery`
         self.use_all_devices: Callable[[str], bool] | None = None  # see `recovery`
+        self.before_end: Callable[[BaseException, Ask], object] | None = None  # see `recovery`
         self.runs_after_answer = False  # whether a model's outputs are promised before they are computed
         self.has_differentiated = False  # whether a backward had a graph, for which workers need the whole model
         self.script_only_hooks: set[int] = set()  # see `script_hooks.RunsInScriptOnly`
@@ -184,9 +187,14 @@ class Session:
         known = None if past is None else self._devices  # devices that join, or are left, are like those before
         self._devices = known and [known[rank % len(known)] for rank in range(self.num_devices)]
         self.workers = self._start_workers(self.num_devices, past)
+        self.workers.before_end = self._before_end
         if self._keeps_commands:
             self.workers.keep_commands()
         return self.workers
+
+    def _before_end(self, error: BaseException, ask: Ask) -> None:
+        if self.before_end is not None:
+            self.before_end(error, ask)
 
     def close(self) -> None:
         """Ends the workers."""

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_out(folder: Path, *faults: str, **variables: str) -> list[tuple[str, str, int]]:
+def run_out(folder: Path, *faults: str, num_starts: int = 1, **variables: str) -> list[tuple[str, str, int]]:
     """Runs the script and compares; returns the plan before and after each fault, and the steps computed again."""
     with tempfile.TemporaryDirectory(prefix="fatal-") as fatal:
         known = {"MOREH_AP_CACHE": str(folder), "FATAL_FOLDER": fatal, "MOREH_RECOVERY": "memory"}
@@ -43,7 +43,7 @@ def run_out(folder: Path, *faults: str, **variables: str) -> list[tuple[str, str
         assert int(found[1]) > 20 and float(found[2]) < 1e-5, found[0]
     taken_over = TOOK_OVER.findall(out)
     assert len(taken_over) == len(faults), out
-    assert out.count("MoAI Accelerator is ready") == 1, "one line is all that the script sees of it"
+    assert out.count("MoAI Accelerator is ready") == num_starts, "one line is all that the script sees of it"
     return [(before, after, int(steps)) for before, after, steps in taken_over]
 
 
@@ -58,6 +58,13 @@ def test_the_next_plan_takes_over_in_the_middle_of_a_step_and_before_the_first_c
     assert after_copy <= 3
     ((_, _, from_the_beginning),) = run_out(folder, "backward")
     assert from_the_beginning == 4, "of the steps before the one in which memory ran out"
+
+
+@pytest.mark.parametrize("recovery", ["auto", "off"])
+def test_the_next_plan_takes_over_from_the_copy_of_the_one_worker_that_ran_out_alone(folder, recovery):
+    """The other one computes the forward, and waits in the backward for the one that does not come."""
+    ((before, after, steps),) = run_out(folder, "alone", num_starts=2, MOREH_RECOVERY=recovery)
+    assert before != after and steps == 0
 
 
 def test_with_a_plan_that_was_given_the_error_says_so(folder):

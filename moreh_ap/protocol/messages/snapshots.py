@@ -35,6 +35,7 @@ class TakeSnapshot:
     most_s: Seconds that it may take.
     after_error: A command has just ended in an error on all workers: tell what of it is done, and what made the models.
         Nothing goes to the next host.
+    is_alone: It has ended so on this worker; others write no copy, so this one has to have all of every tensor.
     """
 
     slot: int | MemoryFile
@@ -42,6 +43,7 @@ class TakeSnapshot:
     most_bytes: int
     most_s: float = math.inf
     after_error: bool = False
+    is_alone: bool = False
 
 
 class Failed(NamedTuple):
@@ -84,8 +86,10 @@ class RestoreSnapshot:
 
     of_workers: Under another plan, or on another number of workers: how many wrote copies, of which each takes what it
     holds now. None: each takes its own.
+    first: Under another plan: the rank of the first of those.
     """
 
     slot: int | MemoryFile
     number: int
     of_workers: int | None = None
+    first: int = 0

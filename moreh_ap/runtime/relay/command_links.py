@@ -28,6 +28,8 @@ _MOST_TROUBLES = 1 << 12
 class HostAnswers(JoinedAnswers):
     """The answers to one command, on their way."""
 
+    answers = ()  # of single workers
+
     def __init__(self, counts: Sequence[int]) -> None:
         super().__init__(counts)
         self._arrived = threading.Lock()

@@ -62,6 +62,7 @@ class Recovery:
         self._largest: Planned | None = None
         self._taking_over = TakingOver(session)
         session.outbox.on_error = self._on_error
+        session.before_end = self._taking_over.before_end
         session.lay_out_again = self.lay_out_again
         session.use_all_devices = self.use_all_devices
 

@@ -1,4 +1,4 @@
-"""A copy of the state of workers that have all just failed at the same command, for workers under another plan.
+"""A copy of the state of workers that have just failed at the same command, all or one, for workers under another plan.
 
 Decides when their state is still that of before the command that failed. Must not know which plan comes next.
 
@@ -8,6 +8,10 @@ of their state, unless it writes buffers, parameters or attributes; a call that 
 copied. So each worker writes its copy now. The tensors of the commands that failed, and were skipped behind it, are
 still in the memory in which they were sent; the script may have changed its own by now.
 
+Where one worker has run out alone, the others have gone on, or wait for it in a collective, perhaps for ever: all are
+ended. Before that, the one that failed writes its copy, which is enough where each worker has all of every parameter
+(`CopyOfOne`).
+
 On one machine the copy lies in memory of this process, for as long as others need it. On several hosts it lies in that
 of the agents, which is there where recovery is on: the log of the workers has it then, as it has any other copy.
 """
@@ -16,9 +20,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
-from moreh_ap.protocol.encoding import Packed
+from moreh_ap.local.memory_limit import free_memory
+from moreh_ap.protocol.encoding import Packed, WorkerTraceback
 from moreh_ap.protocol.messages.calls import Backward, DefineSignature, ReleaseCalls
 from moreh_ap.protocol.messages.models import ChangeModule, ReleaseModel, SetKernelFormats, SetRequiresGrad
 from moreh_ap.protocol.messages.optimizers import BuildOptimizer, LoadOptimizer, ReleaseOptimizer, StepOptimizer
@@ -36,7 +41,7 @@ from moreh_ap.protocol.messages.state import (
 from moreh_ap.protocol.messages.stream import Again, Batch, DefineList, ImportModules
 from moreh_ap.protocol.messages.traces import words
 from moreh_ap.runtime.future import Reply
-from moreh_ap.runtime.recovery.copy_memory import CopyMemory
+from moreh_ap.runtime.recovery.copy_memory import CopyMemory, most_copy_bytes
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.replay.restart import Unanswered
@@ -75,6 +80,45 @@ class CannotCopy(Exception):
     """The state of the workers is no longer that of before the command; the text says why."""
 
 
+class CopyOfOne:
+    """The copy of the one worker that has failed, written before all are ended. See [Note: what an error leaves].
+
+    Args:
+        error: In which its command has ended.
+        num_workers: How many there are.
+        ask: Has a worker, by its rank, execute one more command; returns its answer, None if there is none.
+
+    Attributes:
+        error: The same.
+        memory: In which the copy lies.
+        taken: What the worker says of it; None if it does not answer.
+        restore: What has others take it over.
+    """
+
+    def __init__(self, error: BaseException, num_workers: int, ask: Callable[[int, object], object]) -> None:
+        cause = error.__cause__
+        assert isinstance(cause, WorkerTraceback), "it is a worker's error"
+        self.error, self.memory = error, CopyMemory(num_workers)
+        self.taken: Snapshot | None = None
+        self.restore: RestoreSnapshot | None = None
+        if self.memory.files:
+            most_bytes = most_copy_bytes(free_memory(), 1)
+            copy = TakeSnapshot(self.memory.files[0], 1, most_bytes, after_error=True, is_alone=True)
+            answers = cast("list[Snapshot] | None", ask(cause.rank, Batch((copy,))))
+            self.taken = answers[0] if answers else None
+            self.restore = RestoreSnapshot(copy.slot, copy.number, 1, first=cause.rank)
+
+    def require(self) -> tuple[list[Snapshot], RestoreSnapshot]:
+        """Returns what the worker says, and what restores the copy.
+
+        Raises:
+            CannotCopy: There is no copy.
+        """
+        if self.taken is None or self.restore is None:
+            raise CannotCopy("the worker that failed could not write a copy of it")
+        return [self.taken], self.restore
+
+
 class CopyAfterError:
     """The copy, and the commands to be sent after it.
 
@@ -85,18 +129,29 @@ class CopyAfterError:
         workers: All of which have failed.
         error: In which a command has ended, and which has been raised.
         unanswered: The messages that ended in it.
+        of_one: The copy of the one that has failed, where others have not.
 
     Raises:
         CannotCopy: The workers have ended, or hold something half made.
     """
 
-    def __init__(self, workers: WorkerGroup, error: BaseException, unanswered: Unanswered) -> None:
-        if workers.is_stopped():
-            raise CannotCopy("not all workers have failed at the same command")
+    def __init__(
+        self, workers: WorkerGroup, error: BaseException, unanswered: Unanswered, of_one: CopyOfOne | None = None
+    ) -> None:
+        if not workers.is_stopped():
+            of_one = None
+        elif of_one is None or of_one.error is not error:
+            raise CannotCopy("one worker ran out alone, and the others, with their part, have ended with it")
         self.is_logged = not workers.shares_memory
-        self._memory = None if self.is_logged else CopyMemory(workers.num_workers)
+        self._memory = of_one.memory if of_one else None if self.is_logged else CopyMemory(workers.num_workers)
+        restore: RestoreSnapshot | None
         try:
-            taken, restore = _logged(workers) if self._memory is None else _written(workers, self._memory)
+            if of_one:
+                taken, restore = of_one.require()
+            elif self._memory is None:
+                taken, restore = _logged(workers)
+            else:
+                taken, restore = _written(workers, self._memory)
             failed = [one.failed for one in taken if one.failed is not None]
             _require_whole(taken, failed)
             self._messages = [(_commands_of(reply, workers), posted) for _, posted, reply in unanswered.ended_in(error)]

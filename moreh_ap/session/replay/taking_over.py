@@ -33,6 +33,7 @@ from moreh_ap.planner.search.ranking import Ranking
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, NoOthersError
 from moreh_ap.runtime.recovery.recovering_group import RecoveringWorkerGroup
+from moreh_ap.runtime.relay.carrier import Ask
 from moreh_ap.runtime.worker_group import WorkerGroup
 from moreh_ap.session.models.remote_model import RemoteModel
 from moreh_ap.session.outbox import Posted
@@ -40,7 +41,7 @@ from moreh_ap.session.planning import oom_records
 from moreh_ap.session.planning.machine_profile import Machine, machine_on, machine_with
 from moreh_ap.session.planning.plan_selection import Planned, write_selected
 from moreh_ap.session.planning.step_watch import Watch
-from moreh_ap.session.replay.copy_after_error import CannotCopy, CopyAfterError
+from moreh_ap.session.replay.copy_after_error import CannotCopy, CopyAfterError, CopyOfOne
 from moreh_ap.session.replay.restart import Restart
 from moreh_ap.session.session import Session
 from moreh_ap.states import SessionState
@@ -59,6 +60,23 @@ class TakingOver:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.planned: weakref.WeakKeyDictionary[RemoteModel, Planned] = weakref.WeakKeyDictionary()
+        self._of_one: CopyOfOne | None = None
+
+    def before_end(self, error: BaseException, ask: Ask) -> None:
+        """Has the worker that has run out of memory alone copy what it holds, before all workers are ended.
+
+        Nothing is copied where others would not need it: before the first step, where recovery keeps copies, and where
+        no plan can follow. Called in the thread that receives answers.
+        """
+        session = self._session
+        workers, replays = session.workers, session.outbox.state.current is SessionState.REPLAYABLE
+        if replays or session.trial_plan is not None or not oom_records.is_out_of_memory(error):
+            return
+        needs_copy = workers.shares_memory and workers.why_bound(error) and session.options.recovery != "memory"
+        if needs_copy and not any(planned.is_given for planned in self._models().values()):
+            if self._of_one is not None:  # no plan could follow that time
+                self._of_one.memory.close()
+            self._of_one = CopyOfOne(error, workers.num_workers, ask)
 
     def under_leaner_plan(self, error: Exception, largest: Planned) -> Restart:
         """Has others take over under the next plan. See [Note: after the first step].
@@ -220,15 +238,16 @@ class TakingOver:
         why_bound = session.workers.why_bound(error)
         if not why_bound:
             return None
-        workers = session.workers
+        workers, of_one = session.workers, self._of_one
+        self._of_one = None
         if session.options.recovery == "memory" or not (workers.shares_memory or workers.keeps_commands):
             raise _too_late(failed, why_bound)
         if workers.shares_memory:  # replacement workers get the copy, and not the commands before it
             session.forget_commands("a plan ran out of memory")
         try:
-            return CopyAfterError(session.workers, error, session.outbox.unanswered)
+            return CopyAfterError(session.workers, error, session.outbox.unanswered, of_one)
         except CannotCopy as reason:
-            raise _too_late(failed, f"{reason}, and {why_bound}") from reason
+            raise _too_late(failed, f"{reason}, and {why_bound}", has_ended=session.workers.is_stopped()) from reason
 
     def _tell_of(self, remote: RemoteModel, planned: Planned) -> None:
         """Writes a model's new plan into its file and the job's record, and watches its steps anew."""
@@ -293,12 +312,15 @@ def _first_possible(ranking: Ranking, family: str, is_possible: Callable[[Plan],
     return None
 
 
-def _too_late(planned: Planned, why: str) -> PlanError:
-    return PlanError(
-        f"plan={str(planned.plan)!r} ran out of memory after the first step, and no other plan can take over: {why}",
-        f"a smaller batch; or a second run, which chooses a plan that needs less because of {oom_records.FILE.path}",
-        "extra = moreh_ap.load(folder, model=model, optimizer=optimizer)  # a checkpoint loads under any plan",
-    )
+def _too_late(planned: Planned, why: str, *, has_ended: bool = False) -> PlanError:
+    """Returns the error where no plan can follow; `has_ended`: where the workers have ended with what they held."""
+    fact = f"plan={str(planned.plan)!r} ran out of memory after the first step, and no other plan can take over: {why}"
+    less = f"a smaller batch; or a second run, which chooses a plan that needs less because of {oom_records.FILE.path}"
+    if has_ended:
+        again = 'enable_advanced_parallelization(recovery="memory")  # and load a checkpoint into a model built anew'
+        return PlanError(fact, f"copies from the beginning; {less}", f"torch.moreh.option.{again}")
+    load = "extra = moreh_ap.load(folder, model=model, optimizer=optimizer)  # a checkpoint loads under any plan"
+    return PlanError(fact, less, load)
 
 
 def _say_how_long(reason: str, since_s: float) -> None:

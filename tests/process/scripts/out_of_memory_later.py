@@ -1,6 +1,6 @@
 """Trains a model on one device, and on workers that run out of memory after many steps; prints how far they are apart.
 
-    out_of_memory_later.py FAULT...     # where workers run out: "forward", "backward" (one worker) or "step"
+    out_of_memory_later.py FAULT...     # where workers run out: "forward", "alone" (one there), "backward" or "step"
     out_of_memory_later.py gone         # a worker is killed, and only one can be started until two can be again
 
 The planner chooses the plans. A worker runs out once, where a file in FATAL_FOLDER says so. The script accumulates and
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from moreh_ap import device
-from moreh_ap.errors import MeshStartError
+from moreh_ap.errors import MeshStartError, NotComputedError
 from moreh_ap.runtime.launcher import Launcher
 from moreh_ap.runtime.recovery import missing_devices, snapshot_timing
 
@@ -100,9 +100,19 @@ def num_devices():
 def arm(fault):
     if fault == "gone":
         return lose_a_device()
-    for rank in (1,) if fault == "backward" else (0, 1):
-        (Path(FOLDER) / f"{fault}-{rank}").touch()
+    for rank in (1,) if fault in ("alone", "backward") else (0, 1):
+        (Path(FOLDER) / f"{'forward' if fault == 'alone' else fault}-{rank}").touch()
     return None
+
+
+def is_lost(output):
+    """Fails unless an output is refused of which one worker's rows have been lost."""
+    try:
+        output.detach().cpu()
+    except NotComputedError as error:
+        assert "This value was not computed: the workers had raised" in str(error)
+    else:
+        raise AssertionError("the rows of the other worker cannot be known")
 
 
 def train(place, fault):
@@ -126,8 +136,10 @@ def train(place, fault):
             before = hidden
             loss, hidden = model(x.to(place), y.to(place))
             (loss / 2).backward()
-            if step >= AT:
+            if step >= AT and not (fault == "alone" and (step, half) == (AT, 1)):
                 read.append(before.detach().cpu())
+            elif step >= AT and place == "cuda":
+                is_lost(before)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()

@@ -132,6 +132,17 @@ def test_what_does_not_fit_travels_in_the_command(memory, monkeypatch):
     assert places(pack(memory, [data(3.0)]))
 
 
+def test_values_that_are_taken_out_of_the_memory_outlive_it():
+    memory = SharedMemory()
+    packed = pack(memory, data(3.0))
+    assert places(packed)
+    alone = memory.taken_out(packed)
+    memory.close()
+    assert not places(alone) and torch.equal(unpack(alone).on(torch.device("cpu")), torch.full((NUM_ROWS,), 3.0))
+    assert memory.taken_out(packed) == packed, "there is nothing to read any more"
+    assert memory.taken_out([packed]) == [packed]
+
+
 def test_nothing_is_written_once_it_is_closed(tmp_path):
     closed = SharedMemory()
     descriptor = closed.descriptor

@@ -67,7 +67,7 @@ class SnapshotCommands:
     def _copied(self, command: TakeSnapshot) -> Snapshot:
         """Copies what this worker holds into its part of a slot."""
         try:
-            description, memory = describe(self._tables)
+            description, memory = describe(self._tables, is_alone=command.is_alone)
             num_bytes = len(description) + sum(one.numel() for one in memory)
             if num_bytes > command.most_bytes:
                 return Snapshot(TOO_LARGE, num_bytes)
@@ -82,19 +82,20 @@ class SnapshotCommands:
             return Snapshot(f"{TOO_LARGE}: {error}")
         except Exception as error:  # of any class: that there is no copy is no error of the script
             return Snapshot(f"{type(error).__name__}: {error}")
-        failed = self._failed() if command.after_error else None
+        failed = self._failed(command.is_alone) if command.after_error else None
         return Snapshot("", num_bytes, bound=bound, failed=failed)
 
-    def _failed(self) -> Failed:
+    def _failed(self, is_alone: bool) -> Failed:
         tables = self._tables
         num_done = 0 if tables.failed is None else tables.failed[1]
-        return Failed(num_done, why_half_made(tables), tables.structure.commands() if tables.rank == 0 else ())
+        structure = tables.structure.commands() if is_alone or tables.rank == 0 else ()
+        return Failed(num_done, why_half_made(tables), structure)
 
     def _restore(self, command: RestoreSnapshot) -> None:
         part_of = self._part_of(command.slot)
 
         def read(rank: int) -> tuple[bytes, list[Tensor]]:
-            return part_of(rank).read(command.number)
+            return part_of(command.first + rank).read(command.number)
 
         are_several = self._are_on_several_hosts()
         if command.of_workers is None:

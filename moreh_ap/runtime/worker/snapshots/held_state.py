@@ -15,6 +15,12 @@ Workers that hold the same shard of a parameter hold the same values of it and o
 each gets the same sum of gradients. The first of them on each host writes these into its copy, and the others of that
 host say whose that is: copies lie in memory of a host, and its workers read no other. What some worker of the next
 host has, too, need not travel there (`host_exchange.py`).
+
+[Note: one copy alone]
+Where one worker has failed and the others may wait for it in a collective for ever, only its own copy can be written.
+It is enough where every worker has all of every parameter. Of results that were divided by rows it has its own part: it
+leaves them out, and whoever reads one later gets the error of what is in no table. The script has the values of small
+results, such as losses, already.
 """
 
 from __future__ import annotations
@@ -58,8 +64,12 @@ class CannotBeHeld(Exception):
     """There can be no copy at the moment; the text says why."""
 
 
-def describe(tables: Tables) -> tuple[bytes, list[Tensor]]:
+def describe(tables: Tables, *, is_alone: bool = False) -> tuple[bytes, list[Tensor]]:
     """Returns what the worker holds: a description, and the memory beside it.
+
+    Args:
+        tables: Those of this worker.
+        is_alone: Whether there will be no copies of the others. See [Note: one copy alone].
 
     Raises:
         CannotBeHeld: There can be no copy at the moment.
@@ -74,7 +84,7 @@ def describe(tables: Tables) -> tuple[bytes, list[Tensor]]:
         "models": {owner: _of_model(model) for owner, model in tables.models.items()},
         "lessons": {owner: _lessons(preparation) for owner, preparation in tables.preparations.items()},
         "optimizers": {owner: optimizer.held() for owner, optimizer in tables.optimizers.items()},
-        "tables": {name: dict(getattr(tables, name)) for name in _TABLES},
+        "tables": {name: dict(getattr(tables, name)) for name in _TABLES} | (_undivided(tables) if is_alone else {}),
         "flags": tables.flags,
         "last_error": tables.last_error,
         "streams": (torch.get_rng_state(), state_of_host()),
@@ -91,11 +101,26 @@ def describe(tables: Tables) -> tuple[bytes, list[Tensor]]:
     shards = {pickler.place_of[name]: (name, shard) for name, (_, shard) in {**_parameters(tables), **states}.items()}
     per_host = workers_of_a_host() if tables.world_size > 1 else 1
     here, num_hosts = tables.rank // per_host, tables.world_size // per_host
-    elsewhere = _at_others(tables.rank, shards, here, per_host)
+    elsewhere = {} if is_alone else _at_others(tables.rank, shards, here, per_host)
     beside = _at_others(tables.rank, shards, (here + 1) % num_hosts, per_host) if num_hosts > 1 else {}
     memory = [one[:0] if index in elsewhere else one for index, one in enumerate(pickler.memory)]
-    description = Description(pickler.place_of, devices, elsewhere, beside, file.getvalue(), parts_of(tables))
+    parts = parts_of(tables)
+    if is_alone and any(tuple(part.size) != tuple(part.shape) for part in parts.values()):
+        raise CannotBeHeld("under this plan each worker has a part of the parameters")
+    description = Description(pickler.place_of, devices, elsewhere, beside, file.getvalue(), parts)
     return pickle.dumps(description), memory
+
+
+def _undivided(tables: Tables) -> dict[str, dict[int, Any]]:
+    """Returns the calls and row shards of which this worker has all. See [Note: one copy alone]."""
+    shards = {number: one for number, one in tables.row_shards.items() if one is None or one.rows is None}
+    calls: Any = tables.calls
+    whole = {number: one for number, one in calls.items() if not _is_divided(one.run)}
+    return {"calls": whole, "row_shards": shards}
+
+
+def _is_divided(run: Any) -> bool:
+    return any(kind != "same" for kind, shape in zip(run.kinds, run.shapes) if isinstance(shape, Tensor))
 
 
 def for_next_host(description: bytes, memory: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:

@@ -181,7 +181,7 @@ def test_workers_of_several_hosts_that_keep_commands_write_a_copy_after_an_error
     monkeypatch.setattr(taking_over, "CopyAfterError", lambda *of: asked.append(of) or copied)
     error = torch.OutOfMemoryError("CUDA out of memory.")
     restart = made._on_error(error)
-    assert asked == [(session.workers, error, "messages")]
+    assert asked == [(session.workers, error, "messages", None)]
     assert restart.workers == (remote.plan.num_devices, "past") and restart.again == again
     assert session.workers.ended[0] is error, "others get the log, which has the copy"
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moreh_ap.errors import NotComputedError
 from moreh_ap.parallelizer.mesh import Axis, Position
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.snapshots import STILL_OPEN
@@ -15,6 +16,7 @@ from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.commands.tables import Tables
 from moreh_ap.runtime.worker.row_shard_store import RowShard
 from moreh_ap.runtime.worker.snapshots import held_state
+from moreh_ap.runtime.worker.snapshots.copied_parts import Part
 from moreh_ap.runtime.worker.snapshots.held_state import CannotBeHeld, describe, take_over
 
 ALONE = Axis(0, 1, None)
@@ -48,6 +50,29 @@ def test_tensors_come_back_with_their_form_and_what_shares_memory_goes_on_sharin
     shard = after.row_shards[5]
     assert torch.equal(shard.content, before.row_shards[5].content) and shard.promised is torch.float32
     assert after.row_shards[6] is None
+
+
+def test_a_copy_alone_leaves_out_what_is_divided_which_is_an_error_where_it_is_read():
+    before = tables()
+    before.note_error(MemoryError("of this one"))
+    before.temporaries[NORM] = StateShard(torch.randn(3), POSITION)
+    before.row_shards[5] = RowShard(torch.randn(3), Axis(1, 2, None), 6, True, torch.float32)
+    before.row_shards[6] = RowShard(torch.randn(3), Axis(1, 2, None), None, True, torch.float32)
+    divided = SimpleNamespace(kinds=["const", "rows"], shapes=[1, torch.randn(3)])
+    before.calls = {1: SimpleNamespace(is_past=True, run=divided)}
+    description, memory = describe(before, is_alone=True)
+    after = tables()
+    take_over(after, lambda rank: (description, memory))
+    assert list(after.row_shards) == [6] and list(after.calls) == [] and NORM in after.temporaries
+    with pytest.raises(NotComputedError, match="had raised MemoryError: of this one"):
+        after.row_shards[5]
+
+
+def test_a_part_of_a_tensor_is_no_copy_alone(monkeypatch):
+    part = Part((4,), (), torch.float32, 0, (2,), (1,))
+    monkeypatch.setattr(held_state, "parts_of", lambda of: {NORM: part})
+    with pytest.raises(CannotBeHeld, match="each worker has a part of the parameters"):
+        describe(tables(), is_alone=True)
 
 
 def test_random_streams_lists_and_errors_come_along():
