@@ -12,9 +12,9 @@ of a run without the one line. What is drawn on a GPU is left alone: each worker
 [Note: which dim has the rows]
 A shape alone does not tell: (8, 64) may be 8 rows or the 8 heads of every row. So a forward of two rows and one of one
 row are compared (`draws_of`): the dim that doubled has the rows. In later forwards of the kind, a draw by an operation
-of the same name with as many dims has them there too. Where such draws differ from each other, those at the same place in
-the code do; where these differ too, the same ones have to come in the same order. A draw whose numbers depend on the values of other rows cannot be shared. Which number goes
-where follows the order of dims in memory, which is that of the two rows: one row leaves it open.
+of the same name with as many dims has them there too. Where such draws differ, those at the same place in the code do;
+where these differ too, the same ones have to come in the same order. A draw whose numbers depend on the values of other
+rows cannot be shared. Which number goes where follows the order of dims in memory of the two rows; one leaves it open.
 
 [Note: several entries]
 A forward that concatenates two pictures of each row draws for twice as many rows: one picture of each, then the other
