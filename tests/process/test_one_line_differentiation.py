@@ -259,3 +259,36 @@ def test_a_module_that_weighs_its_loss_by_gradients_of_a_parameter_that_it_is_gi
         return trace, model.state_dict()
 
     assert_same(*on_both(script))
+
+
+class Clamped(torch.autograd.Function):
+    """A backward that is not linear in the gradient that comes to it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1e-2, 1e-2)
+
+
+def test_a_backward_that_clamps_where_every_device_computes_the_whole_batch():
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            if hidden.mean().item() > 100:  # what rows have made decides: the batch is not split
+                hidden = 2 * hidden
+            return self.last(Clamped.apply(hidden))
+
+    def script(device):
+        torch.manual_seed(0)
+        model = Deciding().to(device)
+        (model(torch.randn(8, 6).to(device)) - 1).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script))

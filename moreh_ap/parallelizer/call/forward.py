@@ -270,7 +270,9 @@ def summing_gradients(call: Call) -> Iterator[None]:
 
 def scaled_gradient(call: Call, kind: str, result: Tensor, grad: Tensor) -> Tensor:
     """Returns the gradient of a leaf of the result as backward wants it. See [Note: kinds] in `call.py`."""
-    counts_once = call.mode == "unsplit" or (call.kinds is not None and kind == "same")
+    if call.mode == "unsplit":  # one worker has all of it: a backward may not be linear (a hook that clamps)
+        return (grad if call.axis.rank == 0 else torch.zeros_like(grad)).to(result.dtype)
+    counts_once = call.kinds is not None and kind == "same"
     return (grad * (1.0 / call.axis.size) if counts_once else grad).to(result.dtype)
 
 
