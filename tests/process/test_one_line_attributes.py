@@ -712,3 +712,42 @@ def test_gradients_flow_through_a_buffer_to_the_forward_that_set_it(accelerator,
 
     accelerator(plan)
     assert_same(*on_both(script))
+
+
+class SpectralNorm(nn.Linear):
+    """As in BigGAN-PyTorch: the singular value is written into a buffer, for logs, with the graph that it has."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("u", torch.randn(1, sizes[1]))
+        self.register_buffer("value", torch.ones(1))
+
+    def forward(self, x):
+        with torch.no_grad():
+            v = F.normalize(self.u @ self.weight)
+            u = F.normalize(v @ self.weight.T)
+            if self.training:
+                self.u[:] = u
+        value = (v @ self.weight.T @ u.T).squeeze()
+        if self.training:
+            self.value[:] = value
+        return F.linear(x, self.weight / value, self.bias)
+
+
+def test_a_result_that_a_forward_writes_into_a_buffer_with_its_graph(accelerator):
+    accelerator("replicate=2", strict=True)
+
+    def script(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(SpectralNorm(6, 8), nn.ReLU(), SpectralNorm(8, 1)).to(device)
+        optimizer, trace = torch.optim.Adam(model.parameters(), lr=1e-2), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(2):
+                loss = model(torch.randn(6, 6).to(device)).relu().mean()
+                loss.backward()
+                trace.append(loss.detach())
+            optimizer.step()
+        return trace, model.state_dict()
+
+    assert_same(*on_both(script))

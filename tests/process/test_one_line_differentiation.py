@@ -211,3 +211,84 @@ def test_a_module_that_differentiates_what_it_is_given_by_what_that_was_computed
         return trace, lengths.average, generator.state_dict(), mapping.state_dict()
 
     assert_same(*on_both(script))
+
+
+def test_a_module_that_weighs_its_loss_by_gradients_of_a_parameter_that_it_is_given(accelerator):
+    """The adaptive weight of VQGAN: the loss is a submodule of the model, and gets its last layer's weight."""
+    accelerator("replicate=2", strict=True)
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.discriminator = nn.Linear(6, 1)
+
+        def adaptive_weight(self, loss, adversarial, last):
+            of_loss = torch.autograd.grad(loss, last, retain_graph=True)[0]
+            of_other = torch.autograd.grad(adversarial, last, retain_graph=True)[0]
+            return (of_loss.norm() / (of_other.norm() + 1e-4)).clamp(0.0, 1e4).detach()
+
+        def forward(self, inputs, found, last):
+            loss = (inputs - found).abs().mean()
+            adversarial = -self.discriminator(found).mean()
+            try:
+                weight = self.adaptive_weight(loss, adversarial, last)
+            except RuntimeError:  # as the original has it, for evaluation without gradients
+                assert not self.training
+                weight = torch.tensor(0.0)
+            return loss + weight * adversarial, weight
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder, self.loss = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)), Loss()
+
+        def forward(self, x):
+            return self.decoder(x)
+
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = Model().to(device), []
+        optimizer = torch.optim.Adam(model.decoder.parameters(), lr=1e-2)
+        for _ in range(3):
+            x = torch.randn(6, 6).to(device)
+            loss, weight = model.loss(x, model(x), model.decoder[2].weight)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace += [loss.detach(), weight]
+        return trace, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+class Clamped(torch.autograd.Function):
+    """A backward that is not linear in the gradient that comes to it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clamp(-1e-2, 1e-2)
+
+
+def test_a_backward_that_clamps_where_every_device_computes_the_whole_batch():
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 1)
+
+        def forward(self, x):
+            hidden = torch.tanh(self.first(x))
+            if hidden.mean().item() > 100:  # what rows have made decides: the batch is not split
+                hidden = 2 * hidden
+            return self.last(Clamped.apply(hidden))
+
+    def script(device):
+        torch.manual_seed(0)
+        model = Deciding().to(device)
+        (model(torch.randn(8, 6).to(device)) - 1).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script))

@@ -196,3 +196,28 @@ def test_a_state_that_the_next_forward_cuts_off(capsys):
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert WHOLE not in capsys.readouterr().out  # the state has its rows in dim 1
+
+
+def test_tags_as_lists_of_which_each_is_as_long_as_its_sequence():
+    """As the decoder of pytorch-crf gives them: another number of tags in each batch of equal shapes."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, TAGS)
+
+        def forward(self, x_BTE: Tensor, mask_BT: Tensor) -> list[list[int]]:
+            best_BT = self.head(x_BTE).argmax(-1)
+            return [[int(tag) for tag, is_word in zip(tags, mask) if is_word] for tags, mask in zip(best_BT, mask_BT)]
+
+    def script(device):
+        torch.manual_seed(0)
+        model, found = Decoder().to(device).eval(), []
+        for lengths in ([6, 5, 3, 3, 6, 3, 4], [6, 6, 6, 5, 3, 6, 6], [6, 3, 3, 3, 3, 3, 3]):
+            mask_BT = torch.arange(6)[None] < torch.tensor(lengths)[:, None]
+            with torch.no_grad():
+                found.append(model(torch.randn(7, 6, 4).to(device), mask_BT.to(device)))
+        return found
+
+    here, there = on_both(script)
+    assert here == there and [len(tags) for tags in there[1]] == [6, 6, 6, 5, 3, 6, 6]

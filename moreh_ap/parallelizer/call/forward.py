@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from moreh_ap.errors import UnsupportedError
+from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import FREED, Execution
 from moreh_ap.parallelizer.call.extension import Forward, extended
@@ -126,6 +126,8 @@ class EagerForward(Execution):
         self._output_gradients: dict[int, Tensor] = {}
         known = self.call.kinds
         self.kinds = (*known, *self.attribute_kinds) if known else ("same",) * len(self._results)
+        if len(self.kinds) != len(self._results):
+            self.kinds = kinds_in_order(self.kinds, self._results, self.call.gathering is not None)
         if "count" in self.kinds:
             self._results = summed_counts(self._results, self.kinds, self.call.axis)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._results]
@@ -268,7 +270,9 @@ def summing_gradients(call: Call) -> Iterator[None]:
 
 def scaled_gradient(call: Call, kind: str, result: Tensor, grad: Tensor) -> Tensor:
     """Returns the gradient of a leaf of the result as backward wants it. See [Note: kinds] in `call.py`."""
-    counts_once = call.mode == "unsplit" or (call.kinds is not None and kind == "same")
+    if call.mode == "unsplit":  # one worker has all of it: a backward may not be linear (a hook that clamps)
+        return (grad if call.axis.rank == 0 else torch.zeros_like(grad)).to(result.dtype)
+    counts_once = call.kinds is not None and kind == "same"
     return (grad * (1.0 / call.axis.size) if counts_once else grad).to(result.dtype)
 
 
@@ -283,6 +287,31 @@ def _run(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if call.target is None:
         return call.module(*args, **kwargs)
     return calling(call.module, call.target)(*args, **kwargs)
+
+
+def kinds_in_order(known: Sequence[str], leaves: Sequence[Any], is_gathered: bool) -> tuple[str, ...]:
+    """Returns the kinds of a result that has more or fewer leaves than before: the tags of sequences, of which each
+    has as many as it has words.
+
+    Args:
+        known: The kinds of the leaves that there were before.
+        leaves: Those of now.
+        is_gathered: Whether rows that the forward makes numbers of were gathered, so that every worker has those of
+            all rows.
+
+    Raises:
+        ExactnessError: Which leaf is of which kind is not clear.
+    """
+    of_tensors = [kind for kind in known if kind in ("rows", "share", "same")]
+    others = set(known) - {"const", *of_tensors}
+    if not is_gathered or others or len(of_tensors) != sum(isinstance(leaf, Tensor) for leaf in leaves):
+        raise ExactnessError(
+            f"A forward returns {len(leaves)} values, and returned {len(known)} before.",
+            "results with as many values in every call of a kind",
+            "return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)  # in place of lists",
+        )
+    kinds = iter(of_tensors)
+    return tuple(next(kinds) if isinstance(leaf, Tensor) else "const" for leaf in leaves)
 
 
 def summed_counts(leaves: list[Any], kinds: Sequence[str], axis: Axis) -> list[Any]:

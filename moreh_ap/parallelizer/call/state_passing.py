@@ -44,6 +44,12 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return namespace_of(module.get_submodule(path), last), last
 
 
+def _written_in_place(module: nn.Module, name: str, value: Any) -> Any:
+    """Returns what a forward gets of a value: of a buffer with a graph a copy, since nothing is written into leaves."""
+    is_buffer = name.rpartition(".")[2] in module.get_submodule(name.rpartition(".")[0])._buffers
+    return value.clone() if is_buffer and isinstance(value, Tensor) and value.requires_grad else value
+
+
 def with_tensors(module: nn.Module, names: Collection[str]) -> set[str]:
     """Returns those of some attributes of the module that hold tensors; no others are passed."""
     places = {name: _place_of(module, name) for name in names}
@@ -60,7 +66,7 @@ class PassedState(CallExtension):
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             kwargs, kept = split_passed_state(kwargs)
             for name, value in kept.items():
-                set_attribute(module, name, value)
+                set_attribute(module, name, _written_in_place(module, name, value))
             return forward(args, kwargs)
 
         return run

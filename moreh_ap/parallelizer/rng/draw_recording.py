@@ -198,7 +198,7 @@ def draws_of(
         elif rows is None and num_dims in {len(one.order) for one in routed.values()}:
             raise UnsharedDraw(f"whether each row draws its own of {two.shape} random numbers is not clear")
         else:
-            draws.append(Draw(two.name, num_dims, rows))
+            draws.append(Draw(two.name, num_dims, rows, place=two.site))
     return tuple(draws)
 
 

@@ -12,9 +12,9 @@ of a run without the one line. What is drawn on a GPU is left alone: each worker
 [Note: which dim has the rows]
 A shape alone does not tell: (8, 64) may be 8 rows or the 8 heads of every row. So a forward of two rows and one of one
 row are compared (`draws_of`): the dim that doubled has the rows. In later forwards of the kind, a draw by an operation
-of the same name with as many dims has them there too. Where such draws differ from each other, the same ones have to
-come in the same order. A draw whose numbers depend on the values of other rows cannot be shared. Which number goes
-where follows the order of dims in memory, which is that of the two rows: one row leaves it open.
+of the same name with as many dims has them there too. Where such draws differ, those at the same place in the code do;
+where these differ too, the same ones have to come in the same order. A draw whose numbers depend on the values of other
+rows cannot be shared. Which number goes where follows the order of dims in memory of the two rows; one leaves it open.
 
 [Note: several entries]
 A forward that concatenates two pictures of each row draws for twice as many rows: one picture of each, then the other
@@ -81,7 +81,7 @@ MAY_DRAW = frozenset(
 
 
 class UnsharedDraw(Exception):
-    """A forward draws random numbers of which a worker cannot find its own part; the text says why."""
+    """A forward draws random numbers of which a worker cannot find its own part, for the reason in the text."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,15 @@ class Rows:
 class Draw:
     """An operation of a forward that draws: its name, how many dims it draws, and how the rows lie in them.
 
-    `rows` is None where every row sees the same numbers. `site` is where in the code it is drawn, if for routed rows.
+    `rows` is None where every row sees the same numbers. `site` is where in the code it is drawn, if for routed rows;
+    `place` is where for any rows.
     """
 
     name: str
     num_dims: int
     rows: Rows | None
     site: int = 0
+    place: int = field(default=0, compare=False)
 
 
 def have_several(draws: Sequence[Draw]) -> bool:
@@ -292,7 +294,10 @@ class SharedDraws(TorchFunctionMode):
             else:  # which leaves the stream where it is
                 del self._number_of[state]
             return routed, here
-        found = {draw.rows for draw in self._draws if not draw.site and (draw.name, draw.num_dims) == (name, num_dims)}
+        alike = [draw for draw in self._draws if not draw.site and (draw.name, draw.num_dims) == (name, num_dims)]
+        found = {draw.rows for draw in alike}
+        if len(found) > 1:
+            found = {draw.rows for draw in alike if draw.place == site_of_call()}
         if len(found) == 1:
             return self._each_row(found.pop(), drawn)
         in_order = self._draws[number] if number < len(self._draws) else None

@@ -76,6 +76,7 @@ class StateBefore:
     def __init__(self, module: nn.Module, written: Sequence[Tensor] = ()) -> None:
         self.members = Members(module)
         values = [(tensor, tensor.detach().clone()) for tensor in (*module.buffers(), *written)]
+        self._with_graph = {id(tensor) for tensor, _ in values if tensor.grad_fn is not None}
         self._held = [
             (submodule, dict(submodule._buffers), own_attributes(submodule)) for submodule in module.modules()
         ]
@@ -108,6 +109,8 @@ class StateBefore:
         for generator, state in self._generators:
             generator.set_state(state)
         for buffer, value in self._values:
+            if buffer.grad_fn is not None and id(buffer) not in self._with_graph:
+                buffer.detach_()  # the forward kept a result in it, whose graph the trial has freed
             if not torch.equal(buffer, value):
                 buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change
 

@@ -76,14 +76,14 @@ class Write(NamedTuple):
     function: types.FunctionType
 
 
-def functions_of(root: nn.Module, with_hooks: bool = False) -> list[types.FunctionType]:
+def functions_of(root: nn.Module, with_hooks: bool = False, with_submodules: bool = True) -> list[types.FunctionType]:
     """Returns the script's functions that a call of `root` may come to: its forwards and what these name.
 
     Args:
-        root: The model.
         with_hooks: Also functions of hooks that return something: what others read, no result depends on.
+        with_submodules: Also those of the modules in `root`.
     """
-    modules = list(root.modules())
+    modules = list(root.modules()) if with_submodules else [root]
     methods: dict[str, list[types.FunctionType]] = {}
     for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
         for name, member in vars(kind).items() if is_of_script(kind.__module__) else ():

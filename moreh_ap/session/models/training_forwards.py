@@ -20,7 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.protocol.script_code.script_globals import functions_of
+from moreh_ap.session.state_tensors import ModelState, OnWorkers
 
 _CALLS = {"backward", "step"}
 _DRAWS = {"pyro", "sample"}
@@ -70,16 +72,19 @@ def marks_parameters(module: nn.Module) -> bool:
 
 
 def may_differentiate_arguments(module: nn.Module) -> bool:
-    """Says whether the code of a module's forward calls `torch.autograd.grad`."""
-    code = getattr(inspect.unwrap(module.forward), "__code__", None)
-    return code is not None and "grad" in code.co_names
+    """Says whether the code of a module's forward, or what it names, calls `torch.autograd.grad`."""
+    functions = functions_of(module, with_submodules=False)
+    return any("grad" in function.__code__.co_names for function in functions)
 
 
 def follow_from_each_other(arguments: Any) -> bool:
-    """Says whether one of the tensors among the arguments of a call was computed from another one."""
+    """Says whether one of the tensors among the arguments of a call was computed from another one.
+
+    What calls on the workers have computed follows from all parameters of their model.
+    """
     tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.requires_grad]
     nodes = {tensor.grad_fn for tensor in tensors}
-    leaves = {id(tensor) for tensor in tensors if tensor.grad_fn is None}
+    leaves = {id(_leaf_of(tensor)) for tensor in tensors if tensor.grad_fn is None}
     waiting, seen = [node for node in nodes if node is not None], set()
     while waiting:
         for node, _ in waiting.pop().next_functions:
@@ -89,3 +94,11 @@ def follow_from_each_other(arguments: Any) -> bool:
                 seen.add(node)
                 waiting.append(node)
     return False
+
+
+def _leaf_of(tensor: Tensor) -> Tensor:
+    """Returns what stands for a tensor without a `grad_fn` in graphs: for parameters on the workers, the anchor."""
+    value = tensor._cell.value if isinstance(tensor, VirtualTensor) else None
+    if isinstance(value, OnWorkers) and isinstance(value.owner, ModelState):
+        return value.owner.live_model().anchor
+    return tensor

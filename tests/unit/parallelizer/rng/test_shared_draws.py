@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.observation.call_sites import FORWARD
 from moreh_ap.parallelizer.rng.draw_recording import Drawn, DrawRecorder, draws_of
 from moreh_ap.parallelizer.rng.routed_rows import KnownCounts
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows, Share, SharedDraws, UnsharedDraw, have_several, repeated
@@ -262,6 +265,26 @@ def test_draws_of_which_some_are_skipped_are_told_apart_or_refused():
         F.dropout(BATCH[:2].mT, 0.5)
     with pytest.raises(ExactnessError, match="1 times, and 2 times before"):
         shared.end()
+
+
+def prenet_and_postnet(x, steps=6):
+    """As Tacotron 2: rows in the second dim, then as many draws as there are steps, then rows in the first dim."""
+    first = F.dropout(x[:, :steps].transpose(0, 1), 0.5)
+    second = torch.stack([F.dropout(step, 0.5) for step in first], 1)
+    return F.dropout(second.transpose(1, 2), 0.5).transpose(1, 2).mean(1)
+
+
+@pytest.mark.parametrize("steps", [6, 3])
+def test_draws_that_differ_are_known_by_their_place_where_there_are_more_or_fewer_steps(steps):
+    namespace = {"__name__": FORWARD, "run": prenet_and_postnet}
+    exec("def forward(x, steps=6):\n    return run(x, steps)", namespace)  # places are told from there on
+    forward = namespace["forward"]
+    draws = recorded(forward)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    expected = prenet_and_postnet(BATCH, steps)
+    torch.set_rng_state(state)
+    assert torch.equal(in_parts(functools.partial(forward, steps=steps), draws, (3, 1)), expected)
 
 
 def two_views(x):

@@ -131,7 +131,17 @@ def test_a_forward_that_differentiates_one_argument_by_another():
             (gradient,) = torch.autograd.grad(x.sum(), w, create_graph=True)
             return gradient.norm()
 
-    assert may_differentiate_arguments(PathLengths())
+    class Adaptive(nn.Module):
+        """As VQGAN weighs its adversarial loss: a method of the forward's module differentiates."""
+
+        def weight(self, loss: Tensor, last: Tensor) -> Tensor:
+            return torch.autograd.grad(loss, last, retain_graph=True)[0].norm()
+
+        def forward(self, x: Tensor, last: Tensor) -> Tensor:
+            return x.mean() * self.weight(x.mean(), last)
+
+    assert may_differentiate_arguments(PathLengths()) and may_differentiate_arguments(Adaptive())
+    assert not may_differentiate_arguments(nn.Sequential(Adaptive())), "each module is asked when it is called"
     assert not may_differentiate_arguments(nn.Linear(2, 2))
 
 

@@ -1,0 +1,28 @@
+"""Of which kind the leaves of a result are that has more or fewer of them than before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.call.forward import kinds_in_order
+
+
+def test_more_constants_beside_as_many_tensors():
+    leaves = [torch.ones(()), 3, 1, 2, torch.ones(4)]
+    assert kinds_in_order(("share", "const", "rows"), leaves, True) == ("share", "const", "const", "const", "rows")
+    assert kinds_in_order(("const",) * 5, [1, 2], True) == ("const", "const")
+
+
+@pytest.mark.parametrize(
+    "known, leaves, is_gathered",
+    [
+        (("const",), [1, 2], False),  # each worker may have those of its rows
+        (("rows",), [torch.ones(2), torch.ones(2)], True),
+        (("count", "const"), [1], True),
+    ],
+)
+def test_what_is_not_clear_is_refused(known, leaves, is_gathered):
+    with pytest.raises(ExactnessError, match=f"returns {len(leaves)} values, and returned {len(known)} before"):
+        kinds_in_order(known, leaves, is_gathered)
