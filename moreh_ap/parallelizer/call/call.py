@@ -6,8 +6,9 @@ controller, messages, or where the batch came from.
 [Note: split and unsplit]
 "split": this worker has its slice of the batch; mean losses are shares of the global mean (`loss_reduction.py`); its
 random numbers are its part of the batch's (`rng/policy.py`), or, without a common stream, its own. "unsplit": every
-worker has the whole batch and the same random numbers and computes the same; since gradients are summed over workers
-afterwards, each counts for one part in the number of workers.
+worker has the whole batch and the same random numbers and computes the same. Gradients are summed over workers
+afterwards: that of a result goes backward on the first worker, and zeros on the others. (Equal parts of it would give
+another sum where a backward is not linear, such as a hook that clamps.) Gradients of inputs are the first worker's.
 
 [Note: kinds]
 Each leaf of a result has a kind (`split_check.py`): "rows", "share", "same", "const" or "count". A "same" leaf of a

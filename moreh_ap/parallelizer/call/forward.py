@@ -193,10 +193,9 @@ class EagerForward(Execution):
     @contextmanager
     def _watching(self) -> Iterator[None]:
         """Keeps, during a backward, the gradients of the leaves that are watched."""
-        scale = self.call.axis.size if self.call.mode == "unsplit" else 1  # [Note: split and unsplit] in `call.py`
 
         def keep(index: int) -> Callable[[Tensor], None]:
-            return lambda grad: self._output_gradients.update({index: grad.detach() * scale})
+            return lambda grad: self._output_gradients.update({index: grad.detach().clone()})
 
         leaves = [(index, self.leaf(index)) for index in self._watched]
         hooks = [leaf.register_hook(keep(index)) for index, leaf in leaves if leaf is not None and leaf.requires_grad]
@@ -208,8 +207,6 @@ class EagerForward(Execution):
 
     def _take_gradient(self, leaf: Tensor) -> Tensor | None:
         grad, leaf.grad = leaf.grad, None
-        if grad is not None and self.call.mode == "unsplit":
-            grad = grad * self.call.axis.size
         return grad
 
 
@@ -270,7 +267,7 @@ def summing_gradients(call: Call) -> Iterator[None]:
 
 def scaled_gradient(call: Call, kind: str, result: Tensor, grad: Tensor) -> Tensor:
     """Returns the gradient of a leaf of the result as backward wants it. See [Note: kinds] in `call.py`."""
-    if call.mode == "unsplit":  # one worker has all of it: a backward may not be linear (a hook that clamps)
+    if call.mode == "unsplit":
         return (grad if call.axis.rank == 0 else torch.zeros_like(grad)).to(result.dtype)
     counts_once = call.kinds is not None and kind == "same"
     return (grad * (1.0 / call.axis.size) if counts_once else grad).to(result.dtype)
