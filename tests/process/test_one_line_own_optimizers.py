@@ -122,6 +122,28 @@ def test_a_step_with_a_closure(accelerator, kind):
     assert of_last(sent) == 4
 
 
+def test_a_group_that_is_added_later_counts_its_own_steps(accelerator):
+    """Layers that are trained from some step on; each group counts its steps in its settings."""
+
+    def script(device: str) -> Any:
+        model = OwnTransformer().to(device)
+        parameters = list(model.parameters())
+        optimizer, losses = Lamb(parameters[::2]), []
+        for at, (ids, labels) in enumerate(batches(device, count=5)):
+            if at == 2:
+                optimizer.add_param_group({"params": parameters[1::2], "lr": 3e-3})
+            loss = model(ids, labels)[1]
+            model.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model.state_dict(), [group["step"] for group in optimizer.param_groups]
+
+    sent = steps_sent(accelerator("replicate=2"))
+    assert_same(*on_both(script), rtol=1e-4, atol=2e-5)
+    assert len(sent) == 5
+
+
 def test_an_attribute_that_the_script_changes_has_the_step_taken_there(accelerator):
     """What the workers have is that of the first step."""
     session = accelerator("replicate=2")

@@ -195,9 +195,13 @@ class Trial:
         self._group_of: list[int] = []
         self._values: list[Tensor] = []
         self._gradients: list[list[Tensor]] = []
+        seen: set[tuple[tuple[int, ...], torch.dtype]] = set()
         for index, group in enumerate(optimizer.param_groups):
             sizes = {(tuple(_small_size(one.shape, _MAX_SIZE)), one.dtype) for one in group["params"]}
-            for shape, dtype in sorted(sizes, key=str)[:_MAX_SHAPES]:
+            in_order = sorted(sizes, key=lambda one: (-len(one[0]), str(one)))  # matrices tell more than vectors
+            chosen = [*in_order[:1], *(one for one in in_order[1:] if one not in seen)][:_MAX_SHAPES]
+            seen.update(chosen)
+            for shape, dtype in chosen:
                 self._group_of.append(index)
                 self._values.append((0.02 * _drawn(shape, 2.0, generator)).to(dtype))
                 common = _COMMON * _drawn(shape, -2.0, generator)

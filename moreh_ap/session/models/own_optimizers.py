@@ -53,6 +53,7 @@ class OwnStep:
         needs_whole: Whether a step needs whole parameters; else each element is computed from those at its place.
         takes_closure: Whether a step with a closure is a call of that, and then a step.
         variables: Those outside of the optimizer that it reads, with their values.
+        num_groups: How many groups it had: with others it has to be tried again.
         twin: A small copy that shows what a step makes of settings; None where it leaves them as they are.
         gradients: Those of the twin.
     """
@@ -62,6 +63,7 @@ class OwnStep:
     needs_whole: bool
     takes_closure: bool
     variables: tuple[tuple[Variable, Any], ...]
+    num_groups: int
     twin: Copy | None = None
     gradients: Sequence[Tensor] = ()
 
@@ -115,4 +117,5 @@ def own_step_of(optimizer: Optimizer, step: Step) -> OwnStep:
         except Exception as error:  # of whatever the class, or a function that it names, has
             raise Refused(f"cannot be sent: {error}") from error
     attributes, takes_closure = attributes_of(optimizer), trial.takes_closure()
-    return OwnStep(pickled_class, attributes, needs_whole, takes_closure, variables, twin, gradients)
+    num_groups = len(optimizer.param_groups)
+    return OwnStep(pickled_class, attributes, needs_whole, takes_closure, variables, num_groups, twin, gradients)

@@ -262,7 +262,7 @@ def _own_step(optimizer: Optimizer, original: Callable[..., Any]) -> OwnStep | N
     if known is REFUSED:
         return None
     try:
-        if known is None:
+        if known is None or known.num_groups != len(optimizer.param_groups):
             known = own_step_of(optimizer, original)
             optimizer.__dict__[_OWN_STEP] = known
         else:

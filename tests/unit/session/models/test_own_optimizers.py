@@ -294,6 +294,15 @@ def test_a_closure_that_is_called_once_and_first():
     assert not found(optimizer_of(Plain)).takes_closure  # it is ignored
 
 
+def test_many_groups_with_the_same_shapes_are_not_all_tried():
+    """As with a learning rate for each layer."""
+    layers = [nn.Sequential(nn.Linear(24, 48), nn.LayerNorm(48)) for _ in range(20)]
+    optimizer = Plain([{"params": layer.parameters(), "lr": 0.1 / (1 + at)} for at, layer in enumerate(layers)])
+    trial = optimizer_trial.Trial(optimizer, Plain.step)
+    assert len(trial._values) == 21 and set(trial._group_of) == set(range(20))
+    assert {one.dim() for one in trial._values} == {1, 2}
+
+
 def test_a_variable_that_changes_later_is_noticed(monkeypatch):
     optimizer = optimizer_of(Clipped)
     own = found(optimizer)
