@@ -32,6 +32,7 @@ from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.parallelizer.rng.policy import Drawing
 from moreh_ap.protocol.module_attributes import Attributes
 from moreh_ap.protocol.pytree import flatten
+from moreh_ap.protocol.script_code.script_functions import behind_own_call
 
 _MOST_WAYS = 4  # that the forwards of one kind of call are remembered to take
 _MOST_FAILURES = 3  # to remember a forward: the first ones may set up what later ones use
@@ -165,7 +166,7 @@ class FollowedForwards:
         reduction = MetaReduction(call.device, rules=call.rules, recorder=recorder)
         try:
             with torch.no_grad(), reduction, observe(module, reduction) as noted:
-                forward = lambda args, kwargs: module(*args, **kwargs)  # noqa: E731
+                forward = lambda args, kwargs: behind_own_call(module)(*args, **kwargs)  # noqa: E731
                 result = extended(call.extensions, Findings(), module, forward)(args, kwargs)
         except Exception:  # any error of a model that asks a meta tensor for a value: the real module is run instead
             return None

@@ -37,6 +37,7 @@ from moreh_ap.parallelizer.statistics.batch_statistics import JoinedReduction
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.protocol.objects.returned_arguments import place_of
 from moreh_ap.protocol.pytree import flatten
+from moreh_ap.protocol.script_code.script_functions import behind_own_call
 
 
 class EagerForward(Execution):
@@ -281,9 +282,10 @@ def _own_leaf(leaf: Any, grad: bool) -> Any:
 
 
 def _run(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    if call.target is None:
-        return call.module(*args, **kwargs)
-    return calling(call.module, call.target)(*args, **kwargs)
+    run = call.module if call.target is None else call.target
+    if isinstance(run, nn.Module) and type(run).__call__ is not nn.Module.__call__:
+        run = behind_own_call(run)
+    return (run if call.target is None else calling(call.module, run))(*args, **kwargs)
 
 
 def kinds_in_order(known: Sequence[str], leaves: Sequence[Any], is_gathered: bool) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from moreh_ap.parallelizer.tensor.crossing import Crossing
 from moreh_ap.parallelizer.tensor.sequence import splits
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor, gather_split_tensors
+from moreh_ap.protocol.script_code.script_functions import behind_own_call
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,11 @@ class Stage(nn.Module):
             args: Positional arguments of the model's forward.
             kwargs: Keyword arguments, likewise.
         """
-        self._received = (received, nesting)
+        self._received, whole = (received, nesting), self._whole[0]
+        run = whole if type(whole).__call__ is nn.Module.__call__ else behind_own_call(whole)
         try:
             with self._placed():
-                return self._whole[0](*args, **kwargs)
+                return run(*args, **kwargs)
         except _StageEnd as end:
             leaves, spec = tree_flatten(end.result)
             travelling = [*_tensors(leaves), *end.carried]

@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from moreh_ap.errors import PlanError
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.protocol.script_code.script_functions import behind_own_call
 
 _WITHOUT_PIPELINE = ("plans with pipeline=1 for this model, such as replicate, shard or tensor", 'plan="shard=2"')
 
@@ -133,7 +134,7 @@ def _follow(
 ) -> Trace:
     recorder = _Recorder(meta_module, body)
     with torch.no_grad(), recorder.hooks(), MetaReduction(device), recorder:
-        meta_module(*args, **kwargs)
+        behind_own_call(meta_module)(*args, **kwargs)
     recorder.check_end()
     places = {name: frozenset(used) for name, used in recorder.places.items()}
     direct, before = frozenset(recorder.direct), frozenset(recorder.before)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -69,6 +69,16 @@ def cells_of(function: types.FunctionType) -> dict[str, types.CellType]:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     cells.pop("__class__", None)
     return cells
+
+
+def behind_own_call(module: nn.Module) -> Callable[..., Any]:
+    """Returns what calls a module as the script's own `__call__` methods of its class do, which the script has run.
+
+    What the accelerator gets of such a call is what these methods give to `nn.Module.__call__`.
+    """
+    classes = (base for base in type(module).__mro__ if "__call__" in vars(base))
+    own = next(vars(base)["__call__"] for base in classes if not is_of_script(base.__module__))
+    return functools.partial(own, module)
 
 
 def title_of(function: types.FunctionType) -> str:
