@@ -46,6 +46,9 @@ class WorkerBackend(Protocol):
     controller.
     """
 
+    session: object
+    """Of which accelerator it is: functions that PyTorch keeps may be of an earlier one."""
+
     @property
     def generator(self) -> DeviceGenerator: ...
 

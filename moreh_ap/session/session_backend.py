@@ -22,13 +22,9 @@ from moreh_ap.session.calls import autograd_api, clipping
 from moreh_ap.session.calls.answer_check import MakesMembers
 from moreh_ap.session.calls.extended_call import ExtendedCalls, call_remotely
 from moreh_ap.session.model_registry import ModelRegistry, Route
+from moreh_ap.session.models.known_optimizers import elementwise_optimizers
 from moreh_ap.session.models.parameter_gradients import clear_gradients_of, expected_will_do
-from moreh_ap.session.models.remote_optimizer import (
-    clearing_on_workers,
-    elementwise_optimizers,
-    step_of_own,
-    stepping_on_workers,
-)
+from moreh_ap.session.models.remote_optimizer import clearing_on_workers, step_of_own, stepping_on_workers
 from moreh_ap.session.models.script_hooks import RunsInScriptOnly
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.rng_streams import AcceleratorGenerator
@@ -44,6 +40,7 @@ class SessionBackend:
     """
 
     def __init__(self, session: Session, registry: ModelRegistry) -> None:
+        self.session: object = session
         self._session, self._registry = session, registry
         session.extensions = ExtendedCalls()
 

@@ -148,6 +148,19 @@ class CountingAdam(DecayedAdam):
         return super().step(closure)
 
 
+class HalvedSGD(torch.optim.SGD):
+    """SGD of torch with something in the middle of its step."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, lr=lr, momentum=0.9)
+
+    def _init_group(self, group: Any, params: Any, grads: list[Tensor], *others: Any) -> Any:
+        found = super()._init_group(group, params, grads, *others)
+        for one in grads:
+            one.mul_(0.5)
+        return found
+
+
 class Normed(Optimizer):
     """Divides by the norm of all gradients: no parameter can be stepped alone."""
 
@@ -162,5 +175,5 @@ class Normed(Optimizer):
             p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
-ON_WORKERS = (Lion, Muon, Rows, Lamb, DecayedAdam)
+ON_WORKERS = (Lion, Muon, Rows, Lamb, DecayedAdam, HalvedSGD)
 IN_SCRIPT = (CountingAdam, Normed)

@@ -22,7 +22,7 @@ from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.runtime.worker.optimizer_offload import OffloadedState
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 from moreh_ap.runtime.worker.worker_optimizer import WorkerOptimizer
-from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
+from moreh_ap.session.models.known_optimizers import elementwise_optimizers
 
 pytestmark = pytest.mark.rotating  # one more plan each
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from one_line_models import OwnTransformer
-from own_optimizers import IN_SCRIPT, ON_WORKERS, CountingAdam, DecayedAdam, Lamb, Lion, Muon, Rows
+from own_optimizers import IN_SCRIPT, ON_WORKERS, CountingAdam, DecayedAdam, HalvedSGD, Lamb, Lion, Muon, Rows
 from test_one_line_training import assert_same, batches, on_both
 
 import moreh_ap
+from moreh_ap.device import disable
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.session.session import Session
 
@@ -72,7 +73,7 @@ def test_what_workers_cannot_step_is_right(accelerator, plan, kind, capfd):
     assert f"{kind.__name__} steps in the script's process" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("kind", [Lion, Muon, Rows, Lamb], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Lion, Muon, Rows, Lamb, HalvedSGD], ids=lambda kind: kind.__name__)
 def test_a_checkpoint_of_one_plan_goes_on_under_another(accelerator, tmp_path: Path, kind):
     def run(device: str, num_steps: int, folder: Path | None, to: Path | None = None) -> list[float]:
         torch.manual_seed(0)
@@ -201,6 +202,25 @@ def test_hooks_of_a_class_that_had_an_optimizer_before_the_line(accelerator):
         optimizer.step()
     next(model.parameters()).cpu()  # behind the last step
     assert seen == ["before", "after"] * 2 and of_last(sent) == 2
+
+
+def test_a_derived_class_steps_on_the_workers_of_a_second_accelerator(accelerator):
+    """PyTorch sets a `step` with hooks around it on the derived class when its first optimizer is made."""
+
+    class Named(torch.optim.AdamW):
+        pass
+
+    for plan in ("replicate=2", "shard=2", ""):
+        disable()
+        place, sent = ("cuda", steps_sent(accelerator(plan))) if plan else ("cpu", [])
+        model = OwnTransformer().to(place)
+        optimizer = Named(model.parameters())
+        ids, labels = batches(place, count=1)[0]
+        model(ids, labels)[1].backward()
+        before = next(model.parameters()).detach().cpu().clone()
+        optimizer.step()
+        assert not torch.equal(next(model.parameters()).detach().cpu(), before)
+        assert of_last(sent) == (1 if plan else 0)
 
 
 def test_a_state_dict_outlives_its_optimizer(accelerator):

@@ -21,7 +21,7 @@ from moreh_ap import log
 from moreh_ap.device.patches.optimizer_steps import SCRIPT_STEP
 from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.device.values import InFile
-from moreh_ap.integrations.adamw import AdamW
+from moreh_ap.device.worker_backend import IN_FORCE
 from moreh_ap.local import logger
 from moreh_ap.protocol.messages.optimizers import (
     BuildOptimizer,
@@ -30,6 +30,13 @@ from moreh_ap.protocol.messages.optimizers import (
     StepOptimizer,
 )
 from moreh_ap.protocol.messages.tensors import SavedTensor, StateRef, TensorData
+from moreh_ap.session.models.known_optimizers import (
+    ELEMENTWISE,
+    elementwise_class,
+    elementwise_optimizers,
+    replaces_a_part,
+    steps_elementwise,
+)
 from moreh_ap.session.models.optimizer_trial import Refused
 from moreh_ap.session.models.own_optimizers import OwnStep, own_step_of
 from moreh_ap.session.models.parameter_gradients import (
@@ -84,13 +91,13 @@ class RemoteOptimizer:
         refs: tuple[tuple[StateRef, ...], ...],
         own: OwnStep | None = None,
     ) -> None:
-        self.session, self.refs, self._own = session, refs, own
+        self.session, self.refs, self.own = session, refs, own
         self.owner = f"optimizer{session.outbox.new_id()}"
         weakref.finalize(self, session.outbox.release, ReleaseOptimizer(self.owner))
         self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
         defaults = {key: _plain(value) for key, value in optimizer.defaults.items()}
         if own is None:
-            cls = _elementwise_class(optimizer)
+            cls = elementwise_class(optimizer)
             accepted = inspect.signature(cls.__init__).parameters
             defaults = {key: value for key, value in defaults.items() if key in accepted}
             session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(cls), refs, defaults))
@@ -137,8 +144,8 @@ class RemoteOptimizer:
         self._sent, self._unsent, self._times_failed = current, False, times_failed
         outbox = self.session.outbox
         stepped = outbox.post_soon(StepOptimizer(self.owner, changes, _scaling(optimizer)))
-        if self._own is not None:
-            self._own.advance(optimizer)
+        if self.own is not None:
+            self.own.advance(optimizer)
             self._sent = [_hyper_parameters(group) for group in optimizer.param_groups]
         self.session.traffic.step += 1
         if outbox.state.current is SessionState.REPLAYABLE:
@@ -168,44 +175,28 @@ class RemoteOptimizer:
         optimizer.state = RemoteState(self.session, self.owner, parameters, self)
 
 
-def elementwise_optimizers() -> list[type[Optimizer]]:
-    """Optimizers with an elementwise step, so that a step on every shard is a step on the full tensor.
-
-    Others are tried first (`own_optimizers.py`). Where the workers cannot take their steps, their operations run on the
-    workers one by one, or on values read from them.
-    """
-    names = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-    return [*(getattr(torch.optim, name) for name in names), AdamW]
-
-
-def _elementwise_class(optimizer: Optimizer) -> type[Optimizer]:
-    """Returns which of `elementwise_optimizers` an optimizer is, or is derived from."""
-    known = elementwise_optimizers()
-    return next(cls for cls in type(optimizer).__mro__ if cls in known)
-
-
-def steps_elementwise(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer's step is that of one of `elementwise_optimizers`."""
-    return any(type(optimizer).step is cls.step for cls in elementwise_optimizers())
-
-
 def takes_steps_on_workers(optimizer: Optimizer) -> bool:
     """Returns whether steps of an optimizer, or a step that its own calls, run on workers that have its parameters."""
     return "_moreh_remote" in optimizer.__dict__ or isinstance(optimizer, tuple(elementwise_optimizers()))
 
 
 def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the replacement of an optimizer class's `step`: the step runs on the workers if they have all parameters.
+    """Returns the replacement of a class's `step`: it runs on the workers of a session if they have all parameters.
 
     Args:
-        session: The session of the workers.
+        session: The session.
         original: The class's own method, for parameters that are not on the workers.
     """
 
     @functools.wraps(original)
     def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        backend = IN_FORCE.backend
+        if backend is None:  # PyTorch has left this function on a derived class
+            return original(optimizer, closure)
+        if backend.session is not session:
+            return backend.step_on_workers(original)(optimizer, closure)
         loss = _called(closure)  # before it, the model may not have been called
-        remote = _remote_as_before(session, optimizer)
+        remote = _remote_as_before(session, optimizer, original)
         if remote is not None:
             remote.step(optimizer)
             return loss
@@ -216,6 +207,7 @@ def stepping_on_workers(session: Session, original: Callable[..., Any]) -> Calla
             session.watch.stepped_here(optimizer)
         return loss
 
+    setattr(step, ELEMENTWISE, True)
     return step
 
 
@@ -333,21 +325,33 @@ def send_state(session: Session, optimizer: Optimizer) -> bool:
     if refs is None:
         return False
     own = None
-    if not steps_elementwise(optimizer):
-        own = _own_step(optimizer, getattr(type(optimizer).step, SCRIPT_STEP, type(optimizer).step))
+    if not steps_elementwise(optimizer) or replaces_a_part(optimizer):
+        step: Any = type(optimizer).step
+        own = _own_step(optimizer, getattr(step, SCRIPT_STEP, getattr(step, "__wrapped__", step)))
         if own is None and not isinstance(optimizer, tuple(elementwise_optimizers())):
             return False
     _remote_of(session, optimizer, refs, own).adopt_new_state(optimizer)
     return True
 
 
-def _remote_as_before(session: Session, optimizer: Optimizer) -> RemoteOptimizer | None:
-    """Returns the optimizer of the workers, made or made anew if need be; None if a parameter is not on the workers."""
+def _remote_as_before(session: Session, optimizer: Optimizer, original: Callable[..., Any]) -> RemoteOptimizer | None:
+    """Returns the optimizer of the workers, made or made anew if need be; None if it cannot step there.
+
+    Args:
+        session: The session of the workers.
+        optimizer: One of a class of `elementwise_optimizers`, or of a class derived from one.
+        original: The `step` of the former.
+    """
     remote: RemoteOptimizer | None = optimizer.__dict__.get("_moreh_remote")
-    if remote is not None and remote.holds(optimizer):
+    if remote is not None and remote.own is None and remote.holds(optimizer):
         return remote
     refs = worker_refs(optimizer)
-    return None if refs is None else _remote_of(session, optimizer, refs)
+    if refs is None:
+        return None
+    if not replaces_a_part(optimizer):
+        return _remote_of(session, optimizer, refs)
+    own = _own_step(optimizer, original)
+    return None if own is None else _remote_of(session, optimizer, refs, own)
 
 
 def _remote_of(

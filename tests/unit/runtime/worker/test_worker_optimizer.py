@@ -19,7 +19,7 @@ from moreh_ap.protocol.messages.optimizers import BuildOptimizer
 from moreh_ap.protocol.messages.tensors import StateRef, TensorData
 from moreh_ap.runtime.worker.worker_device import WorkerDevice
 from moreh_ap.runtime.worker.worker_optimizer import WorkerOptimizer, fuse_where_possible
-from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
+from moreh_ap.session.models.known_optimizers import elementwise_optimizers
 
 SHAPES = [(5, 3), (1, 4), (6,), (2, 3)]
 """Of the whole parameters: the second worker has less of the first, and nothing of the second."""

@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizers
 
 from moreh_ap.session.models import optimizer_trial
+from moreh_ap.session.models.known_optimizers import elementwise_optimizers
 from moreh_ap.session.models.optimizer_trial import Refused
 from moreh_ap.session.models.own_optimizers import own_step_of
-from moreh_ap.session.models.remote_optimizer import elementwise_optimizers
 
 CLIP = 1.0
 SEEN: list[float] = []
