@@ -395,6 +395,6 @@ class Outbox:
         """Runs in the thread that receives replies, one at a time; it must not wait for the script's threads."""
         self._messages_answered += 1
         if not has_failed(reply) and self._idle() and self._hurry and self._lock.acquire(blocking=False):
-            with contextlib.suppress(Exception):  # the script gets it from what it reads or sends next, if it goes on
+            with contextlib.ExitStack() as freed, contextlib.suppress(Exception):  # for the script's next read
+                freed.callback(self._lock.release)
                 self.flush()
-            self._lock.release()
