@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,24 @@ class Muon(Optimizer):
                 state["momentum"].lerp_(p.grad, 1 - group["momentum"])
                 update = p.grad.lerp(state["momentum"], group["momentum"])
                 p.add_(orthogonal(update) if update.ndim == 2 else update, alpha=-group["lr"])
+
+
+class CountingMuon(Muon):
+    """The same with steps that are counted, and with the process that took the last one of a parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None and p.grad.abs().max() > 1e6:
+                    raise FloatingPointError("a gradient is too large")
+                if p.grad is not None:
+                    p.mul_(1 - 0.1 / group["step"])
+        super().step()
+        for p, entries in self.state.items():
+            if p.grad is not None:
+                entries["process"] = os.getpid()
 
 
 class Rows(Optimizer):

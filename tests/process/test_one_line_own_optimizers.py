@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from one_line_models import OwnTransformer
-from own_optimizers import IN_SCRIPT, ON_WORKERS, CountingAdam, DecayedAdam, HalvedSGD, Lamb, Lion, Muon, Rows
+from own_optimizers import (
+    IN_SCRIPT,
+    ON_WORKERS,
+    CountingAdam,
+    CountingMuon,
+    DecayedAdam,
+    HalvedSGD,
+    Lamb,
+    Lion,
+    Muon,
+    Rows,
+)
 from test_one_line_training import assert_same, batches, on_both
 
 import moreh_ap
@@ -71,6 +83,47 @@ def test_what_workers_cannot_step_is_right(accelerator, plan, kind, capfd):
     assert_same(*on_both(lambda device: train(device, kind)), rtol=1e-4, atol=2e-5)
     assert of_last(sent) == (6 if kind is CountingAdam else 0)  # the step of Adam that its own step calls
     assert f"{kind.__name__} steps in the script's process" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_that_multiply_matrices_are_dealt_to_the_workers(accelerator, plan):
+    """Each parameter is stepped by one worker, also where one has none; settings go on alike on all of them."""
+    accelerator(plan)
+
+    def script(device: str) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4)).to(device)
+        weights, processes = [model[0].weight, model[2].weight], set()
+        optimizer = CountingMuon(weights)
+        for at, (x, y) in enumerate(zip(torch.randn(5, 8, 6), torch.randn(5, 8, 4))):
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter is weights[1] or (parameter is weights[0] and at > 2))
+            optimizer.zero_grad()
+            (model(x.to(device)) - y.to(device)).square().mean().backward()
+            optimizer.step()
+            processes |= {entries.pop("process") for entries in optimizer.state_dict()["state"].values()}
+        number = len(processes - {os.getpid()})
+        return model.state_dict(), optimizer.state_dict()["state"][0]["momentum"], number if device == "cuda" else 2
+
+    assert_same(*on_both(script), rtol=1e-4, atol=2e-5)
+
+
+def test_what_the_step_of_one_worker_raises(accelerator):
+    """The worker whose parameter it is stops with the script's error, the others do not wait for it."""
+    accelerator("replicate=2")
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)).to("cuda")
+    optimizer = CountingMuon([model[0].weight, model[1].weight])
+    model(torch.randn(8, 6, device="cuda")).square().mean().backward()
+    optimizer.step()
+    before = model[1].weight.detach().cpu()
+    model[1].weight.grad.mul_(1e12)
+    with pytest.raises(FloatingPointError, match="a gradient is too large"):
+        optimizer.step()
+        torch.cuda.synchronize()
+    optimizer.zero_grad()
+    model(torch.randn(8, 6, device="cuda")).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model[1].weight.detach().cpu(), before)
 
 
 @pytest.mark.parametrize("kind", [Lion, Muon, Rows, Lamb, HalvedSGD], ids=lambda kind: kind.__name__)

@@ -20,6 +20,7 @@ class BuildOptimizer:
         defaults: Settings of groups that have none of their own.
         attributes: Those that the class's `__init__` has set, which is not run then; None for optimizers of torch.
         needs_whole: Whether a step needs whole parameters; else each element is computed from those at its place.
+        deals: Whether such a step takes long enough for workers to share the parameters among them.
     """
 
     owner: str
@@ -28,6 +29,7 @@ class BuildOptimizer:
     defaults: dict[str, Any]
     attributes: dict[str, Any] | None = None
     needs_whole: bool = False
+    deals: bool = False
 
 
 @dataclass(frozen=True)

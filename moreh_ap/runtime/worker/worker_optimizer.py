@@ -195,8 +195,9 @@ class WorkerOptimizer:
         self._device = device
         self._is_on_host = device.is_cuda and any(one.is_cpu for group in here for one in group)
         of_parameters = {self._own(one): one for one in self._parameters if one is not None}
-        whole = WholeSteps(self._optimizer, of_parameters, self._laid_out) if command.needs_whole else None
-        self._stepping = whole or self._optimizer
+        self._stepping: Optimizer | WholeSteps = self._optimizer
+        if command.needs_whole:
+            self._stepping = WholeSteps(self._optimizer, of_parameters, self._laid_out, deals=command.deals)
         self._offloaded = OffloadedState(self._optimizer, step=self._stepping.step) if offload else None
         self._fuses = device.is_cuda and not offload and not self._is_on_host
         if self._fuses:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.flop_counter import FlopCounterMode
 
 from moreh_ap.device.function_mode import without_redirection
 from moreh_ap.device.patches.optimizer_steps import SCRIPT_STEP
@@ -36,6 +37,7 @@ _LEARNING_RATE = 0.01  # a schedule may begin with 0, at which every step is the
 _SIZES = (0.03, 1.0, 30.0)  # of gradients, one step after another
 _THIRD = 0.34  # where rows are cut: at a place that has nothing to do with blocks of elements
 _COMMON = 0.5  # part of a gradient that is the same in all steps: optimizers that find their rate look for it
+_FEW_FLOPS = 16  # of products, an element and step: one of a column with a row takes 2
 _TOLERANCE = 1e-3  # of the largest change in a row
 
 
@@ -235,6 +237,12 @@ class Trial:
         except Refused:
             return False
         return all(self._are_alike(number, *((part, number) for part in parts), dim=dim) for number in self._all)
+
+    def multiplies(self) -> bool:
+        """Returns whether a step multiplies matrices; products of a column with a row (Adafactor) are none."""
+        with FlopCounterMode(display=False) as counter:
+            self._run(self._all)
+        return counter.get_total_flops() > _FEW_FLOPS * _NUM_STEPS * sum(value.numel() for value in self._values)
 
     def takes_closure(self) -> bool:
         """Returns whether a step with a closure is a call of that, and then a step; it returns what that returns."""

@@ -51,6 +51,7 @@ class OwnStep:
         pickled_class: The class.
         attributes: Plain attributes of the optimizer.
         needs_whole: Whether a step needs whole parameters; else each element is computed from those at its place.
+        multiplies: Whether a step multiplies matrices.
         takes_closure: Whether a step with a closure is a call of that, and then a step.
         variables: Those outside of the optimizer that it reads, with their values.
         num_groups: How many groups it had: with others it has to be tried again.
@@ -61,6 +62,7 @@ class OwnStep:
     pickled_class: bytes
     attributes: dict[str, Any]
     needs_whole: bool
+    multiplies: bool
     takes_closure: bool
     variables: tuple[tuple[Variable, Any], ...]
     num_groups: int
@@ -118,4 +120,5 @@ def own_step_of(optimizer: Optimizer, step: Step) -> OwnStep:
             raise Refused(f"cannot be sent: {error}") from error
     attributes, takes_closure = attributes_of(optimizer), trial.takes_closure()
     num_groups = len(optimizer.param_groups)
-    return OwnStep(pickled_class, attributes, needs_whole, takes_closure, variables, num_groups, twin, gradients)
+    found = (needs_whole, trial.multiplies(), takes_closure)
+    return OwnStep(pickled_class, attributes, *found, variables, num_groups, twin, gradients)

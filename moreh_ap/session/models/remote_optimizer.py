@@ -102,7 +102,7 @@ class RemoteOptimizer:
             defaults = {key: value for key, value in defaults.items() if key in accepted}
             session.outbox.post(BuildOptimizer(self.owner, cloudpickle.dumps(cls), refs, defaults))
         else:
-            made = (own.pickled_class, refs, defaults, own.attributes, own.needs_whole)
+            made = (own.pickled_class, refs, defaults, own.attributes, own.needs_whole, own.multiplies)
             session.outbox.post(BuildOptimizer(self.owner, *made))
         self._listed: ParameterList | None = None
         self._group_sizes: list[int] = []

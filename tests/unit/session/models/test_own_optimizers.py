@@ -238,6 +238,13 @@ def test_one_that_looks_at_rows_together_needs_whole_parameters(kind):
     assert found(optimizer_of(kind)).needs_whole
 
 
+def test_steps_that_multiply_matrices_are_told_from_those_that_read_them():
+    model = nn.Sequential(nn.Linear(24, 48, bias=False), nn.Linear(48, 24, bias=False))
+    own = found(torch.optim.Muon(model.parameters()))
+    assert own.needs_whole and own.multiplies
+    assert not any(found(optimizer_of(kind)).multiplies for kind in (Plain, Normalized, torch.optim.Adafactor))
+
+
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
