@@ -93,7 +93,8 @@ def unreachable(host: str, reason: str, loopback: str = "") -> Row:
 
 def lost(host: str, reason: str) -> Row:
     """Returns the row of a host that has answered, and then was lost while it was looked at."""
-    return Row(public_name(host), "connection", reason, "an agent that goes on answering", False, on_host(host, "uptime"))
+    expected = "an agent that goes on answering"
+    return Row(public_name(host), "connection", reason, expected, False, on_host(host, "uptime"))
 
 
 def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float, delay_s: float) -> Iterator[Row]:
