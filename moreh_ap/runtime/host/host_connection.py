@@ -117,9 +117,11 @@ class HostConnection:
         slow = "the host is busy, or reads Python from a slow disk"
         message = self._answer(timeout_s, f"{joining_checks.SILENT} in {timeout_s:.0f} s: {slow}")
         if message.kind == BUSY:
-            raise self._lost_error("its agent serves another script; it takes the next one when that has ended")
+            busy = "its agent serves another script; it takes the next one when that has ended"
+            raise HostLostError(busy, self.host)  # it ends the connection, too
         if message.kind != "report":
-            raise self._lost_error(f"the agent said {message.kind!r} where it should have said what the host has")
+            said = f"the agent said {message.kind!r} where it should have said what the host has"
+            raise HostLostError(said, self.host)
         self.report = HostReport.of(message.values)
         self.address = self._way.address or self.report.address
 
