@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import ssl
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -58,6 +60,23 @@ class AgentSecret:
             OSError: A file is missing or cannot be read.
         """
         return cls(*((Path(folder, name).read_text(encoding="utf-8").strip() + "\n") for name in cls.__match_args__))
+
+    def to_folder(self, folder: str) -> None:
+        """Makes the folder that `from_folder` reads, which only this user can enter: whole, or not at all.
+
+        Raises:
+            OSError: It is there already, or cannot be made.
+        """
+        path = Path(folder).absolute()
+        made = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        try:
+            for name, text in self.files().items():
+                (made / name).write_text(text, encoding="utf-8")
+                (made / name).chmod(0o600)
+            made.rename(path)
+        except BaseException:
+            shutil.rmtree(made)
+            raise
 
     def files(self) -> Mapping[str, str]:
         """Returns the content of each file that `from_folder` reads."""

@@ -91,6 +91,12 @@ def unreachable(host: str, reason: str, loopback: str = "") -> Row:
     return Row(host, "answer", reason, "ssh without a password", False, f"ssh {host} true")
 
 
+def lost(host: str, reason: str) -> Row:
+    """Returns the row of a host that has answered, and then was lost while it was looked at."""
+    expected = "an agent that goes on answering"
+    return Row(public_name(host), "connection", reason, expected, False, on_host(host, "uptime"))
+
+
 def check_report(host: str, report: HostReport, wanted: Wanted, arrived_s: float, delay_s: float) -> Iterator[Row]:
     """Yields a row for each fact of a host's report.
 

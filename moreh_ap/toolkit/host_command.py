@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import os
 import signal
 
 from moreh_ap.errors import OptionError
+from moreh_ap.hosts.certificates import make_agent_secret
 from moreh_ap.hosts.credentials import AgentSecret
 from moreh_ap.hosts.host_list import LINK
 from moreh_ap.hosts.host_report import interfaces
@@ -25,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--port", type=int, default=0, metavar="N", help="port to listen at (default: any that is free)"
     )
     parser.add_argument(
-        "--secret", metavar="FOLDER", help="certificate, key and token, as `moreh-ap launch kubernetes` makes them; "
-        "then no line is printed"
+        "--secret", metavar="FOLDER", help="keeps certificate, key and token: made, and the line printed, the first "
+        "time; with the same port the line is the same from then on, and is not printed again"
     )  # fmt: skip
     parser.set_defaults(run=run)
 
@@ -38,7 +40,9 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
         OptionError: An argument is impossible.
     """
     address = arguments.address or _only_address()
-    secret = None if arguments.secret is None else _secret_of(arguments.secret)
+    folder = arguments.secret
+    is_new = folder is None or not os.path.lexists(folder)
+    secret = make_agent_secret() if is_new else _secret_of(folder)
     try:
         listener = HostListener(address, arguments.port, secret)
     except (OSError, ValueError, OverflowError) as error:
@@ -49,7 +53,13 @@ def run(arguments: argparse.Namespace, script_arguments: list[str]) -> int:
             f"moreh-ap host --address {next(iter(_addresses()), '127.0.0.1')}",
             f"{LINK}#by-hand",
         ) from error
-    print(listener.line if secret is None else f"listening at {address}:{listener.port}", flush=True)
+    if is_new and folder is not None:  # who could not listen has not seen its line
+        try:
+            secret.to_folder(folder)
+        except OSError as error:
+            listener.close()
+            raise _not_kept(folder, error) from error
+    print(listener.line if is_new else f"listening at {address}:{listener.port}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the first process of a container has no other end
     try:
         listener.serve()
@@ -62,9 +72,17 @@ def _secret_of(folder: str) -> AgentSecret:
     try:
         return AgentSecret.from_folder(folder)
     except OSError as error:
-        names = ", ".join(AgentSecret.__match_args__)
-        fix = "moreh-ap launch kubernetes --nodes 2 --image IMAGE -- python train.py  # makes such a secret"
-        raise OptionError(f"--secret {folder}: {error}", f"a folder with the files {names}", fix) from error
+        raise _not_kept(folder, error) from error
+
+
+def _not_kept(folder: str, error: OSError) -> OptionError:
+    names = ", ".join(AgentSecret.__match_args__)
+    return OptionError(
+        f"--secret {folder}: {error}",
+        f"a folder with the files {names}, or one that is not there yet: it is made",
+        "moreh-ap host --port 40123 --secret agent-secret",
+        f"{LINK}#added",
+    )
 
 
 def _addresses() -> list[str]:

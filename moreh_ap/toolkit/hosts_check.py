@@ -10,8 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from moreh_ap.hosts import host_table
-from moreh_ap.hosts.joining_checks import Row
+from moreh_ap.hosts import host_table, joining_checks
 from moreh_ap.runtime.host.host_connection import HostLostError
 from moreh_ap.runtime.host.host_joining import connect, measure_links
 from moreh_ap.toolkit import smi_tables
@@ -30,7 +29,7 @@ def check_hosts(hosts: Sequence[str], devices: int | None, as_json: bool) -> int
         if all(row.ok for row in found.rows):
             found.rows += measure_links(found)
     except HostLostError as error:
-        found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
+        found.rows.append(joining_checks.lost(error.host, str(error)))
     finally:
         found.end()
     ok = all(row.ok for row in found.rows)

@@ -28,7 +28,16 @@ _LONGEST_TRANSFER_S = 600.0  # of one piece of a file
 
 
 class HostLostError(Exception):
-    """The connection to a host's agent has ended."""
+    """The connection to a host's agent has ended.
+
+    Args:
+        reason: What was seen.
+        host: The host, as it was given.
+    """
+
+    def __init__(self, reason: str, host: str = "") -> None:
+        super().__init__(reason)
+        self.host = host
 
 
 class HostConnection:
@@ -97,7 +106,7 @@ class HostConnection:
         try:
             self._channel.send(kind, payload, **values)
         except (OSError, ValueError) as error:
-            raise HostLostError(self._lost or str(error)) from error
+            raise self._lost_error(str(error)) from error
 
     def await_report(self, timeout_s: float) -> None:
         """Waits for what the agent says first.
@@ -108,9 +117,11 @@ class HostConnection:
         slow = "the host is busy, or reads Python from a slow disk"
         message = self._answer(timeout_s, f"{joining_checks.SILENT} in {timeout_s:.0f} s: {slow}")
         if message.kind == BUSY:
-            raise HostLostError("its agent serves another script; it takes the next one when that has ended")
+            busy = "its agent serves another script; it takes the next one when that has ended"
+            raise HostLostError(busy, self.host)  # it ends the connection, too
         if message.kind != "report":
-            raise HostLostError(f"the agent said {message.kind!r} where it should have said what the host has")
+            said = f"the agent said {message.kind!r} where it should have said what the host has"
+            raise HostLostError(said, self.host)
         self.report = HostReport.of(message.values)
         self.address = self._way.address or self.report.address
 
@@ -244,11 +255,15 @@ class HostConnection:
             message = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             self.give_up(why_none or f"no answer in {timeout_s:.0f} s")  # a later one would be taken for the next
-            raise HostLostError(self._lost or "") from None
+            raise self._lost_error("") from None
         if message is None:
             self._answers.put(None)  # for the next request
-            raise HostLostError(self._lost or "the connection has ended")
+            raise self._lost_error("the connection has ended")
         return message
+
+    def _lost_error(self, reason: str) -> HostLostError:
+        """Returns the error of why the host is lost, `reason` if that is not known."""
+        return HostLostError(self._lost or reason, self.host)
 
     def _receive(self) -> None:
         reason = ""

@@ -141,7 +141,7 @@ def _look_at_all(found: Hosts, per_host: int | None, address: str, beside: Seque
         _send_script(found)
     except HostLostError as error:
         found.connections = own
-        found.rows.append(Row("all", "connection", str(error), "", False, "moreh-ap doctor --hosts ..."))
+        found.rows.append(joining_checks.lost(error.host, str(error)))
 
 
 def measure_links(found: Hosts) -> list[Row]:

@@ -102,7 +102,8 @@ def test_an_agent_that_says_nothing_is_lost_with_a_reason_and_gives_no_late_answ
 
 def test_a_question_that_is_not_answered_in_time_is_the_end_of_the_host(way):
     connection = HostConnection("node2", way)
-    with pytest.raises(HostLostError, match="no answer in 0 s"):
+    with pytest.raises(HostLostError, match="no answer in 0 s") as raised:
         connection.ask("identities", 0.05, paths=[])
+    assert raised.value.host == "node2"
     assert connection.lost() == "no answer in 0 s"
     connection.end()

@@ -14,11 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from moreh_ap.errors import OptionError
-from moreh_ap.hosts import script_files
+from moreh_ap.hosts import joining_checks, script_files
 from moreh_ap.hosts.channel import Message
 from moreh_ap.hosts.host_report import look
 from moreh_ap.hosts.reachability import Speed
 from moreh_ap.runtime.host import host_joining
+from moreh_ap.runtime.host.host_connection import HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts, RunCredentials, connect, on_all, slowest_link
 
 NOT_WAITED_S = 5.0
@@ -109,6 +110,21 @@ class Answering:
     def port(self):
         self.listening = socket.create_server((self.address, 0))
         return self.listening.getsockname()[1]
+
+
+class Lost(Answering):
+    """A host whose agent ends after it has said what the host has."""
+
+    def ask(self, kind, timeout_s, **values):
+        raise HostLostError("no answer in 10 s", self.host)
+
+
+def test_a_host_that_is_lost_while_hosts_are_looked_at_is_named():
+    found = Hosts([Answering("a"), Lost("b")], [], script_folder=os.getcwd())
+    host_joining._look_at_all(found, 1, "127.0.0.1", [])
+    (row,) = [row for row in found.rows if not row.ok]
+    assert (row.host, row.seen, row.fix) == ("b", "no answer in 10 s", 'ssh b "uptime"')
+    assert joining_checks.error(found.rows).fact == "The host b cannot join: connection: no answer in 10 s."
 
 
 def test_a_host_that_joins_is_compared_beside_those_that_are_used():

@@ -60,10 +60,11 @@ def test_a_second_script_is_told_that_another_is_served(listener, monkeypatch):
     channel = Channel(first.reader, first.writer)
     channel.send("question")
     assert channel.receive().kind == "question"
-    second = HostConnection(listener.line, reach(listener.line))
-    with pytest.raises(HostLostError, match="serves another script"):
-        second.await_report(5.0)
-    second.end()
+    for _ in range(5):  # the connection ends at once, too: that is no other reason
+        second = HostConnection(listener.line, reach(listener.line))
+        with pytest.raises(HostLostError, match="serves another script"):
+            second.await_report(5.0)
+        second.end()
     first.close()
     deadline_s = time.monotonic() + 5.0
     while listener._busy.locked() and time.monotonic() < deadline_s:
