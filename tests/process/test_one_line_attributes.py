@@ -797,7 +797,7 @@ class SetsLate(nn.Linear):
         return super().forward(x).square().mean()
 
 
-def test_an_empty_list_that_a_later_call_alone_sets_is_told(accelerator):
+def test_an_empty_list_that_a_later_call_alone_sets(accelerator):
     accelerator("replicate=2", strict=True)
 
     def script(device):
@@ -809,6 +809,4 @@ def test_an_empty_list_that_a_later_call_alone_sets_is_told(accelerator):
             train_step(trace, model, optimizer, model(*rows))
         return trace
 
-    expected = script("cpu")
-    with pytest.warns(UserWarning, match="sets terms in the workers"):
-        assert_same(expected, script("cuda"))
+    assert_same(*on_both(script))
