@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_one_line_training import assert_same, on_both
+from test_one_line_training import assert_same, on_both, train_step
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.rotating  # one more way to set an attribute each
@@ -749,5 +749,64 @@ def test_a_result_that_a_forward_writes_into_a_buffer_with_its_graph(accelerator
                 trace.append(loss.detach())
             optimizer.step()
         return trace, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+class LooksOnce(nn.Module):
+    """Looks at its labels in the first call alone, as losses of sentence-transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 8)
+        self.has_looked = False
+
+    def forward(self, first: Tensor, second: Tensor, labels: Tensor) -> Tensor:
+        if not self.has_looked:
+            self.has_looked = True
+            if labels.gt(1).any().item():
+                raise ValueError("labels are 0 or 1")
+        distances = 1 - F.cosine_similarity(self.encoder(first), self.encoder(second))
+        apart = F.relu(0.5 - distances)
+        return 0.5 * torch.where(labels == 1, distances, apart).pow(2).mean()
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_an_attribute_that_the_first_call_alone_sets(accelerator, plan):
+    accelerator(plan, strict=True)
+
+    def script(device):
+        torch.manual_seed(0)
+        model = LooksOnce().to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.3), []
+        for _ in range(4):
+            rows = torch.randn(6, 4).to(device), torch.randn(6, 4).to(device), torch.randint(2, (6,)).to(device)
+            train_step(trace, model, optimizer, model(*rows))
+        assert model.has_looked
+        return trace, list(model.parameters())
+
+    assert_same(*on_both(script))
+
+
+class SetsLate(nn.Linear):
+    """Sets an empty list in its third call alone."""
+
+    def forward(self, x: Tensor, step: Tensor) -> Tensor:
+        if int(step[0]) == 2:
+            self.terms: list[Tensor] = []
+        return super().forward(x).square().mean()
+
+
+def test_an_empty_list_that_a_later_call_alone_sets(accelerator):
+    accelerator("replicate=2", strict=True)
+
+    def script(device):
+        torch.manual_seed(0)
+        model = SetsLate(4, 8).to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            rows = torch.randn(8, 4).to(device), torch.full((8,), step)
+            train_step(trace, model, optimizer, model(*rows))
+        return trace
 
     assert_same(*on_both(script))

@@ -75,8 +75,8 @@ class Reports(CallExtension):
             findings.gathered = [name for name in kept if not is_overwritten(changed[name], before[name])]
             if ended_by is not None:
                 recover(module)
-            if not found and not self.has_hooks:
-                return result
+            if not self.has_hooks and not (found if self._known is None else self._known):
+                return result  # where the kinds are known of a `Report`, it stays one that may have no attribute
             findings.num_own = len(flatten(result)[0])
             findings.attributes = {name: len(flatten(value)[0]) for name, value in found.items()}
             if self._known is not None:
@@ -88,7 +88,8 @@ class Reports(CallExtension):
 
     def _is_answered(self, name: str, value: Any) -> bool:
         number = num_leaves(value)
-        is_known = number is not None and (self._known is None or number == len(self._known.get(name, ())))
+        is_of_kind = self._known is None or (name in self._known and number == len(self._known[name]))
+        is_known = number is not None and is_of_kind
         if self._attributes is not None and name in self._attributes.buffers:
             return is_known
         return is_known and not any(map(self._is_state, flatten(value)[0]))

@@ -56,7 +56,7 @@ class ReadNumbers(Selections):
         if name in _READ and args[0].is_floating_point() and args[0].numel() <= _MOST_READ:
             self.numbers += args[0].detach().flatten().tolist()
         elif name.strip("_") in _COMPARE:
-            self.numbers += [float(one) for one in args[:2] if _is_fraction(one)]
+            self.numbers += [float(one.detach()) for one in args[:2] if _is_fraction(one)]
         return super().__torch_function__(func, types, args, kwargs)
 
     def _noting(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:

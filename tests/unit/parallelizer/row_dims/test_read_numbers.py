@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -90,3 +91,16 @@ def test_hooks_that_the_forward_puts_on_tensors_read_numbers_of_rows():
     assert [one.of_hooks for one in apart] == [[pytest.approx(3**0.5)]] * 2 and not together.numbers
     assert do_hooks_meet_rows([together, *apart])
     assert not do_hooks_meet_rows([apart[0], *apart])
+
+
+def test_to_note_a_number_that_has_a_graph_warns_of_nothing():
+    largest, before = torch.ones((), requires_grad=True) * 2, torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with ReadNumbers() as noted:
+                torch.zeros(3) < largest  # noqa: B015
+    finally:
+        torch.set_warn_always(before)
+    assert noted.numbers == [2.0]
