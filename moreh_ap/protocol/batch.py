@@ -6,7 +6,8 @@ Decides what the rows of a batch are and which worker gets which. Must not know 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,39 @@ def row_dims_elsewhere(leaves: Sequence[Any]) -> list[list[int | None]]:
             ]
             found += [without_masks] if without_masks != dims else []
     return found
+
+
+def rows_elsewhere(leaves: Sequence[Any], fewest: int) -> Iterator[tuple[list[int | None], int]]:
+    """Yields where the leaves may have their rows other than along dim 0, and how many: `fewest` at least."""
+    for dims in row_dims_elsewhere(leaves):
+        rows = rows_along(leaves, dims)
+        if rows is not None and rows >= fewest:
+            yield dims, rows
+
+
+def row_dims_without_weights(leaves: Sequence[Any]) -> list[int | None] | None:
+    """Returns where the leaves have their rows if only the first tensor and integers, such as labels, have any.
+
+    Other tensors of as many entries along dim 0 are then weights which the script computes: layers have as many outputs
+    as the batch has rows. None if no others have.
+    """
+    rows = num_rows(leaves)
+    dims = [] if rows is None else row_dims(leaves, rows)
+    first = next((at for at, dim in enumerate(dims) if dim == 0), None)
+    without = [
+        None if dim == 0 and at != first and leaves[at].is_floating_point() else dim for at, dim in enumerate(dims)
+    ]
+    return without if without != dims else None
+
+
+def is_number(leaf: Any) -> bool:
+    """Says whether a leaf is a tensor that is one number, such as a coefficient: no index of one entry."""
+    return isinstance(leaf, torch.Tensor) and is_shape_of_number(leaf.shape, leaf.dtype)
+
+
+def is_shape_of_number(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Says whether a tensor of this shape is one number; see `is_number`."""
+    return math.prod(shape) == 1 and (len(shape) == 0 or dtype.is_floating_point or dtype is torch.bool)
 
 
 def is_square(leaf: Any) -> bool:

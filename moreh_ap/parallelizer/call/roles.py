@@ -23,6 +23,7 @@ class Roles(NamedTuple):
         wants_grad: For each tensor input whether its gradient is wanted.
         is_split: Whether each worker computes its rows only.
         note: Why not, or what else the user should know.
+        by_values: Whether numbers among the arguments decide what is computed, which the result may follow.
         has_pictures: Whether rows of tokens have pictures, whose sizes results may have.
         num_own_rows: How many rows this worker computes; None if it computes all.
     """
@@ -33,6 +34,7 @@ class Roles(NamedTuple):
     wants_grad: tuple[bool, ...]
     is_split: bool
     note: str = ""
+    by_values: bool = False
     has_pictures: bool = False
     num_own_rows: int | None = None
 
@@ -44,13 +46,15 @@ class Roles(NamedTuple):
         wants_grad: tuple[bool, ...],
         is_split: bool,
         note: str = "",
+        by_values: bool = False,
         has_pictures: bool = False,
     ) -> Roles:
         """Returns the roles in which this worker has its part of the rows, if the call is split by rows."""
         own = range(*row_range(axis.rank, axis.size, rows)) if is_split and rows is not None else None
-        return Roles(axis, rows, carried, wants_grad, is_split, note, has_pictures, None if own is None else len(own))
+        num_own_rows = None if own is None else len(own)
+        return Roles(axis, rows, carried, wants_grad, is_split, note, by_values, has_pictures, num_own_rows)
 
     def vary(self, leaves: Sequence[LeafReply]) -> bool:
-        """Returns whether a result with these leaves, of a call with pictures, may have other sizes in another call."""
+        """Returns whether a result with these leaves may be another, or have other sizes, for other values."""
         sizes = (leaf.shape[:1] for leaf in leaves if leaf.kind == "same")
-        return any(size not in ((), (self.rows,)) for size in sizes)
+        return self.by_values or (self.has_pictures and any(size not in ((), (self.rows,)) for size in sizes))

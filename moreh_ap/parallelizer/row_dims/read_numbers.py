@@ -17,17 +17,21 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of
 from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
+from moreh_ap.protocol.batch import is_number
 
 _READ = frozenset({"item", "__float__", "tolist"})
+_ASK = _READ | {"__bool__", "__int__", "__index__", "__contains__", "equal", "allclose"}
 _COMPARE = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "less", "greater", "less_equal", "greater_equal"})
 _MOST_READ = 4096
 """Entries of a tensor that may be numbers to decide by: more are a picture."""
 _ROUNDING, _SMALLEST = 1e-4, 1e-6
 """Numbers are equal that differ by this part of themselves, or by this."""
 TAKES_ROWS = "the forward takes some of the rows, by their values"
+ASKS_NUMBERS = "asks numbers"
 READS_NUMBERS = "the forward reads a number that several rows have made, and may decide by it"
 
 
@@ -35,15 +39,21 @@ class ReadNumbers(Selections):
     """While active, notes what `Selections` does, and the fractions that a forward reads or compares with others.
 
     Args:
-        saw: See `Selections`.
+        saw: See `Selections`; gets `ASKS_NUMBERS` if Python reads a `given` number, or one that follows from these.
+        given: Numbers among the arguments.
+        module: What may hold numbers to compare them with.
 
     Attributes:
         numbers: Those numbers, in order.
         of_hooks: The same that hooks read which the forward has put on tensors, once they have run.
     """
 
-    def __init__(self, saw: set[str] | None = None) -> None:
+    def __init__(
+        self, saw: set[str] | None = None, given: Sequence[Tensor] = (), module: nn.Module | None = None
+    ) -> None:
         super().__init__(saw)
+        self._given = list(given)
+        self._held = [] if module is None or not given else [one for one in module.buffers() if is_number(one)]
         self.numbers: list[float] = []
         self.of_hooks: list[float] = []
 
@@ -57,7 +67,17 @@ class ReadNumbers(Selections):
             self.numbers += args[0].detach().flatten().tolist()
         elif name.strip("_") in _COMPARE:
             self.numbers += [float(one.detach()) for one in args[:2] if _is_fraction(one)]
-        return super().__torch_function__(func, types, args, kwargs)
+        if not self._given:
+            return super().__torch_function__(func, types, args, kwargs)
+        tensors = [leaf for leaf in leaves_of((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        are_given = _is_among(tensors, self._given) and all(
+            _is_among([one], self._given + self._held) for one in tensors
+        )
+        if are_given and name in _ASK:
+            self._saw.add(ASKS_NUMBERS)
+        result = super().__torch_function__(func, types, args, kwargs)
+        self._given += [leaf for leaf in leaves_of(result) if are_given and isinstance(leaf, Tensor)]
+        return result
 
     def _noting(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         @functools.wraps(hook)
@@ -68,6 +88,10 @@ class ReadNumbers(Selections):
             return result
 
         return noting
+
+
+def _is_among(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return any(one is other for one in tensors for other in others)
 
 
 def _is_fraction(value: Any) -> bool:

@@ -31,6 +31,7 @@ from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
 from moreh_ap.parallelizer.rng.shared_draws import Draw
+from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
@@ -96,6 +97,7 @@ class Trial:
         doubles: For each leaf of them what two workers have, None for what is one device's.
         follows: See `Step`.
         within: Which numbers in a module are those of the batch, and what is drawn from the common stream.
+        made: The tensors that the forward makes of numbers alone.
     """
 
     def __init__(
@@ -109,10 +111,11 @@ class Trial:
         doubles: Sequence[Double | None],
         follows: tuple[RowCount, ...],
         within: tuple[MeanRules, Sequence[Draw]],
+        made: Placements,
     ) -> None:
         self._device, self._rows, self._func, self._name = device, rows, func, name
-        self._args, self._kwargs = arguments
-        self._leaves, self._doubles = leaves_of(arguments), doubles
+        (self._args, self._kwargs), self._leaves = arguments, leaves_of(arguments)
+        self._doubles, self._made = doubles, made
         self._follows, self._tolerance, self._within = follows, tolerance, within
         self._mutates = self._kwargs.get("out") is not None or (name.endswith("_") and not name.endswith("__"))
         self._mutates = self._mutates or name in _WRITING
@@ -231,14 +234,13 @@ class Trial:
         return alone and self._name in _LINEAR and all(bool(one.any()) for one in slices)
 
     def _adds_to_one_device_s(self) -> bool:
-        """Says whether the function adds to a tensor of one device that is not zero, or will not be once it learns."""
-        position = _ADDED_TO.get(self._name)
+        """Says whether the function adds to a tensor of one device that may be another than zero in a later call."""
+        position, args, kwargs = _ADDED_TO.get(self._name), self._args, self._kwargs
         if position is None:
             return False
-        named = self._kwargs.get("bias", self._kwargs.get("input"))
-        given = self._args[position] if position < len(self._args) else named
+        given = args[position] if position < len(args) else kwargs.get("bias", kwargs.get("input"))
         is_one_device_s = all(leaf is not given or double is None for leaf, double in zip(self._leaves, self._doubles))
-        return isinstance(given, Tensor) and is_one_device_s and (given.requires_grad or bool(given.any()))
+        return isinstance(given, Tensor) and is_one_device_s and (self._made.get(given) is None or bool(given.any()))
 
     def _call(self, reduction: GlobalReduction, args: Any, kwargs: Any) -> Any:
         if self.takes_means:
@@ -305,12 +307,10 @@ class Trial:
             rows = _find_rows(full, first, second, self._rows, self._tolerance)
             if rows is not None:
                 return rows
-        same_shape = full.shape == first.shape == second.shape
         is_linear = self._name in _LINEAR and bool(self._shares) and not self._has_rows
         sums = is_linear or (self._name in _SUMS and not self._adds_to_more)
-        if same_shape and sums and full.dtype != torch.bool and close(first + second, full, self._tolerance):
-            return SHARE
-        return None
+        sums = sums and full.shape == first.shape == second.shape and full.dtype != torch.bool
+        return SHARE if sums and close(first + second, full, self._tolerance) else None
 
     def _draw(self) -> tuple[Step, Any, Sequence[Double | None]]:
         """Each worker draws for its own rows: what is drawn has the rows that the argument has."""

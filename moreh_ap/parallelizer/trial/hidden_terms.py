@@ -7,6 +7,7 @@ A forward that returns ``loss.sum() + self.penalty`` gives summands for slices o
 zero, and ``x + self.gate * (x - x.mean(0))`` gives rows as long as the gate is. Training makes them something else.
 Gradients of a trial show the gate, but neither a buffer nor the square of a parameter, and evaluation has none. So
 calls whose results add up, or that have no gradients, are compared a second time with other values in place of zeros.
+So are all that are given zeros, such as a coefficient that has yet to grow: they want no gradients of it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,15 @@ def zeros_of(module: nn.Module) -> list[Tensor]:
     shards = (local_shard(tensor) for tensor in itertools.chain(module.parameters(), module.buffers()))
     with torch.no_grad():
         return [shard.detach() for shard in shards if _is_filled_with_zeros(shard)]
+
+
+def with_filled(leaves: list[Any]) -> list[Any]:
+    """Returns the leaves of arguments with others in place of those that are zero everywhere, or the same list."""
+    zeros = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _is_filled_with_zeros(leaf)]
+    if not zeros:
+        return leaves
+    others = {id(leaf): torch.full_like(leaf, _FILLING) for leaf in zeros}
+    return [others.get(id(leaf), leaf) for leaf in leaves]
 
 
 @contextmanager

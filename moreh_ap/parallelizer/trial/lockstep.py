@@ -89,7 +89,7 @@ class Lockstep(GlobalReduction):
         self._tolerance = tolerance
         self._position = 0
         self._is_of_sharding = False
-        self._doubles = Placements()
+        self._doubles, self._made = Placements(), Placements()
         self._inside: bool | None = None
         """In a module that works row by row, whether its means over dim 0 are means over the batch."""
 
@@ -142,10 +142,9 @@ class Lockstep(GlobalReduction):
             result = OwnDevice.__torch_function__(self, func, types, args, kwargs)
             step = self._of_one_device(func, args, kwargs, follows, result) if follows else Step(name)
             self._note(step, leaves, doubles)
+            self._note_made(name, leaves, result)
             return result
-        trial = Trial(
-            self.device, self._rows, self._tolerance, func, name, (args, kwargs), doubles, follows, self._within
-        )
+        trial = self._trial(func, name, (args, kwargs), doubles, follows)
         step, result, found = trial.decide()
         self._note(step, leaves, doubles)
         self._place(result, found)
@@ -164,10 +163,7 @@ class Lockstep(GlobalReduction):
         if any(doubles) and all(isinstance(leaf, _HARMLESS) for leaf in leaves):
             self._inside = False
             try:
-                given = (args, kwargs)
-                trial = Trial(
-                    self.device, self._rows, self._tolerance, call, name, given, doubles, follows, self._within
-                )
+                trial = self._trial(call, name, (args, kwargs), doubles, follows)
                 with state_restored(module):  # with gradients as in the call: a module may ask whether there are any
                     learned = trial.decide_on_module()
                 if learned is not None:
@@ -190,6 +186,28 @@ class Lockstep(GlobalReduction):
                 self._inside = None
         self._note(Step(name, enters=True), leaves, doubles)
         return call(*args, **kwargs)
+
+    def _trial(
+        self,
+        func: Callable[..., Any],
+        name: str,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        doubles: Sequence[Double | None],
+        follows: tuple[RowCount, ...],
+    ) -> Trial:
+        given = arguments, doubles, follows, self._within, self._made
+        return Trial(self.device, self._rows, self._tolerance, func, name, *given)
+
+    def _note_made(self, name: str, leaves: Sequence[Any], result: Any) -> None:
+        """Keeps results that are made of numbers alone, such as zeros, or of tensors that are."""
+        takes_no_values = name.startswith("new_") or name.endswith("_like")
+        given = [] if takes_no_values else [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        are_made = all(self._made.get(leaf) is not None for leaf in given)
+        for leaf in tensors_of(result):
+            if are_made:
+                self._made[leaf] = True
+            else:
+                self._made.forget(leaf)
 
     def _dealt(
         self, call: Original, module: nn.Module, arguments: Any, doubles: Sequence[Double | None]
@@ -214,6 +232,7 @@ class Lockstep(GlobalReduction):
     def _place(self, result: Any, found: Sequence[Double | None]) -> None:
         """Keeps what two workers have in place of a result."""
         for leaf, double in zip(tensors_of(result), found, strict=False):  # what is written to has its doubles
+            self._made.forget(leaf)
             if double is None:
                 self._doubles.forget(leaf)
             else:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.execution import Execution
@@ -48,7 +48,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     tolerance_of,
     without_meaning,
 )
-from moreh_ap.protocol.batch import row_dims, select_rows_along
+from moreh_ap.protocol.batch import is_number, row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
 
 Result = tuple[Any, Sequence[Any]]
@@ -80,6 +80,7 @@ class Probe:
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
         places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
         turned: Whether arguments have rows elsewhere than along dim 0.
+        numbers: Which leaves of the arguments are one number, of no row.
         repeats, has_graph: See `RandomPolicy.find_draws`; whether draws are found by forwards with gradients.
     """
 
@@ -111,6 +112,8 @@ class Probe:
         self.call, self.rows = call, rows
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
+        each_leaf = enumerate(zip(self._leaves, self.dims, strict=True))
+        self.numbers = [at for at, (leaf, dim) in each_leaf if dim is None and is_number(leaf)]
         self.each = max(each, self._least_each)
         self._ran: Sequence[int] = ()
         self._drew = RandomPolicy()
@@ -354,9 +357,10 @@ class Probe:
         if change is not None:
             args, kwargs = tree_map(change, (args, kwargs))
         call = replace(self.call, random=self._policy(chosen), **changes)
-        self._drew = call.random.for_probe()
+        self._drew, leaves = call.random.for_probe(), tree_leaves((args, kwargs))
+        reading = ReadNumbers(self.saw, [leaves[at] for at in self.numbers], call.module)
         with self._from_the_same_state() as left:
-            with self._surroundings(), ReadNumbers(self.saw) as noted, record_block_order(call.module) as way:
+            with self._surroundings(), reading as noted, record_block_order(call.module) as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():

@@ -27,7 +27,7 @@ object that cannot be compared; each worker has its own.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -35,27 +35,27 @@ from typing import Any, TypeVar
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.forward import EagerForward
-from moreh_ap.parallelizer.data.opened_blocks import blocks_apart, joining_opened
+from moreh_ap.parallelizer.data.opened_blocks import joining_opened
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import have_several
 from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows
 from moreh_ap.parallelizer.row_dims.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
+from moreh_ap.parallelizer.row_dims.read_numbers import ASKS_NUMBERS
 from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED
 from moreh_ap.parallelizer.statistics.float64_trial import Float64Probe, in_float64, may_run_in_float64, to_float64
 from moreh_ap.parallelizer.statistics.parts_probe import NOT_WHOLE, PartsProbe
 from moreh_ap.parallelizer.trial.agreement import everywhere
-from moreh_ap.parallelizer.trial.dry_run import attempt, clear_gradients, untouched
+from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gathering_probes
-from moreh_ap.parallelizer.trial.hidden_terms import filled, zeros_of
+from moreh_ap.parallelizer.trial.hidden_terms import filled, with_filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.parallelizer.trial.probe_verdict import verdict_of
 from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds
 from moreh_ap.parallelizer.trial.split_verdict import Apart, Joined, SplitVerdict
-from moreh_ap.protocol.batch import are_single_rows, row_dims_elsewhere, rows_along
+from moreh_ap.protocol.batch import are_single_rows, row_dims_without_weights, rows_along, rows_elsewhere
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
 
 _Probe = TypeVar("_Probe", bound=Probe)
@@ -98,13 +98,13 @@ def check_split(
         leaves, shapes = tree_leaves((tuple(args), dict(kwargs))), shapes_of(args, kwargs)
         counts = [] if found.split or found.added else [rows]
         if counts and may_turn:
-            counts += [others for _, others in _other_row_dims(args, kwargs, 2)]
+            counts += [others for _, others in rows_elsewhere(leaves, 2)]
         for kept in (KeptRows(names, n, shapes) for n in counts for names in may_be_kept(call.module, n)):
             others = _Trials(replace(call, extensions=(kept, *call.extensions)), args, kwargs, rows)
             again = others.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
             if again.split and kept.rows == (rows if again.dims is None else rows_along(leaves, again.dims)):
-                return replace(again, kept=kept.names, faults=tuple(others.faults))
-    return replace(found, faults=tuple(trials.faults))
+                return replace(again, kept=kept.names, faults=tuple(others.faults), by_values=others.by_values)
+    return replace(found, faults=tuple(trials.faults), by_values=trials.by_values)
 
 
 @joining_opened
@@ -121,58 +121,24 @@ def check_other_dims(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return _Trials(call, args, kwargs, 0).run_along_other_dims()
 
 
-def join_opened_blocks(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], known: set[Hashable]) -> None:
-    """Has blocks that the forward of a call opens join the rest of the model where no trial does: for a batch of one
-    row, or without rows. See [Note: opened] in `opened_blocks.py`. A collective.
-
-    Args:
-        call: What will run.
-        args: Positional arguments with the whole batch.
-        kwargs: Keyword arguments, likewise.
-        known: What earlier calls had in common, to which this one is added.
-    """
-    common = call.target, call.grad, bytes([module.training for module in call.module.modules()])
-    if common not in known and blocks_apart(call.module) and stages_of(call.module) is None:
-        known.add(common)
-        _look_for_opened(replace(call, random=call.random.for_probe()), args, kwargs)
-
-
-@joining_opened
-def _look_for_opened(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    with untouched(call.module):
-        attempt(partial(EagerForward, call, args, kwargs), call.module)
-
-
-def _other_row_dims(args: Any, kwargs: Any, fewest: int) -> Iterator[tuple[Sequence[int | None], int]]:
-    """Yields where the leaves of arguments may have rows other than along dim 0, and how many rows these are.
-
-    Args:
-        args: Positional arguments with the whole batch.
-        kwargs: Keyword arguments, likewise.
-        fewest: The least number of rows.
-    """
-    leaves = tree_leaves((tuple(args), dict(kwargs)))
-    for dims in row_dims_elsewhere(leaves):
-        rows = rows_along(leaves, dims)
-        if rows is not None and rows >= fewest:
-            yield dims, rows
-
-
 class _Trials:
     """The ways in which a forward is tried, one after the other until one is right. Arguments as `check_split`'s.
 
     Attributes:
         faults: Tracebacks of errors that are ours.
+        by_values: Whether the forward asks numbers among its arguments what to do.
     """
 
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self._call, self._args, self._kwargs, self._rows = call, args, kwargs, rows
+        self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self._may_write, self._drops = True, False
         self.faults: list[str] = []
+        self.by_values = False
 
     def run(self, parts: int, *, may_join: bool, may_turn: bool) -> SplitVerdict:
         """Returns the first verdict that splits the call, or else the one that says why no way to split is exact."""
-        call, args, kwargs, rows = self._call, self._args, self._kwargs, self._rows
+        call, rows = self._call, self._rows
         sizes = _group_sizes(rows, parts)
         self._may_write = may_join
         may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
@@ -190,23 +156,42 @@ class _Trials:
         if not found.split and may_meet:
             found = (self.run_along_other_dims() if may_turn else None) or found
         if not found.split and may_meet:
-            number = len(self.faults)
-            for gathering in gathering_probes(self._call, args, kwargs, rows, each):
-                gathered = self._of_all_steps(self._compare_under_rules(gathering, number), gathering)
-                if gathered.split and apart.untried:
-                    joined = Joined(gathered, gathering.draws, gathering.counts_rows)
-                    gathered = self._of_all_rows(joined, apart.untried, each)
-                if gathered.split:
-                    found = gathered
-                    break
+            found = self._run_gathering(apart.untried, each) or found
             if may_turn and (not found.split or any(step.gathers for step in found.steps)):
                 found = self._gather_along_other_dims() or found
+            if may_turn and not found.split:
+                dims = row_dims_without_weights(self._leaves)
+                found = (None if dims is None else self._run_along([(dims, rows)])) or found
         fewest = FEWEST_A_WORKER if found.joined else 1  # rows that meet may be more than a worker has
         if found.split and each > fewest and found.dims is None:
             found = replace(found, group=each)
-        if not found.could_run and are_single_rows(tree_leaves((tuple(args), dict(kwargs))), rows):
+        if not found.could_run and are_single_rows(self._leaves, rows):
             found = replace(found, reason=SINGLE_ROW)
         return found
+
+    def _run_gathering(self, untried: Sequence[MeanRules], each: int) -> SplitVerdict | None:
+        """Tries rows that are gathered where they meet; None if that is not exact either."""
+        number = len(self.faults)
+        for leaves in self._fillings():
+            could_run = False
+            args, kwargs = tree_unflatten(leaves, self._spec)
+            for gathering in gathering_probes(self._call, args, kwargs, self._rows, each):
+                found = self._of_all_steps(self._compare_under_rules(gathering, number), gathering)
+                if found.split and untried:
+                    found = self._of_all_rows(Joined(found, gathering.draws, gathering.counts_rows), untried, each)
+                if found.split:
+                    return found
+                could_run = could_run or found.could_run
+            if could_run:
+                break
+        return None
+
+    def _fillings(self) -> Iterator[list[Any]]:
+        """Yields leaves of arguments to try, one after the other until the forward can run with them."""
+        filled_in = self._leaves if self.by_values else with_filled(self._leaves)
+        if not everywhere(filled_in is self._leaves, self._call):
+            yield filled_in
+        yield self._leaves
 
     def _run_apart(
         self, call: Call, rows: int, may_place: bool, dims: Sequence[int | None] | None = None, each: int = 1
@@ -316,7 +301,10 @@ class _Trials:
 
     def run_along_other_dims(self) -> SplitVerdict | None:
         """Tries rows that lie elsewhere than along dim 0 by themselves; None if that is not right."""
-        for dims, rows in _other_row_dims(self._args, self._kwargs, self._call.axis.size):
+        return self._run_along(rows_elsewhere(self._leaves, self._call.axis.size))
+
+    def _run_along(self, places: Iterable[tuple[Sequence[int | None], int]]) -> SplitVerdict | None:
+        for dims, rows in places:
             found = self._run_apart(self._call, rows, True, dims).found
             if found.split:
                 return replace(found, dims=tuple(dims))
@@ -348,30 +336,33 @@ class _Trials:
         clear_gradients(self._call.module)
         probe.may_write = self._may_write
         found = verdict_of(probe)
+        self.by_values |= bool(probe.numbers) and not everywhere(ASKS_NUMBERS not in probe.saw, self._call)
         if "count" in found.kinds and not (self._may_write and stages_of(self._call.module) is None):
             found = SplitVerdict.unsplit("a whole number in the result differs from row to row")
         self.faults += found.faults
-        kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
-        may_hide = not probe.steps and ("share" in kinds or not probe.call.grad)
-        found = self._without_zeros(probe, found) if found.split and may_hide else found
+        found = self._without_zeros(probe, found) if found.split and not probe.steps else found
         return self._with_equal_rows(probe, found) if found.split else found
 
     def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Returns what was found, or why it is refused with other values in place of zeros. See `hidden_terms.py`."""
-        zeros = zeros_of(self._call.module)
-        if everywhere(not zeros, self._call):
-            return found
-        clear_gradients(self._call.module)
-        with filled(zeros):
-            again = verdict_of(self._like(probe, self._args, self._kwargs))
-        return found if again.split else replace(again, could_run=found.could_run)
+        kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
+        zeros = zeros_of(self._call.module) if "share" in kinds or not probe.call.grad else []
+        has_zeros = not everywhere(not zeros, self._call)
+        for leaves in self._fillings():
+            if leaves is self._leaves and not has_zeros:
+                break
+            clear_gradients(self._call.module)
+            with filled(zeros):
+                again = verdict_of(self._like(probe, *tree_unflatten(leaves, self._spec)))
+            if again.could_run or leaves is self._leaves:  # else the argument has to be zero
+                return found if again.split else replace(again, could_run=found.could_run)
+        return found
 
     def _with_equal_rows(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Returns what was found, or why it is refused with rows that are all alike. See `equal_rows.py`."""
         if not self._drops and not everywhere(COUNTS_SELECTED not in probe.saw, self._call):
             clear_gradients(self._call.module)
-            leaves, spec = tree_flatten((tuple(self._args), dict(self._kwargs)))
-            args, kwargs = tree_unflatten(with_equal_rows(leaves, probe.dims), spec)
+            args, kwargs = tree_unflatten(with_equal_rows(self._leaves, probe.dims), self._spec)
             self._drops = verdict_of(self._like(probe, args, kwargs)).reason.endswith(DEPEND)  # others show nothing
         return replace(found, split=False, kinds=(), reason=DROPS_ROWS) if self._drops else found
 
@@ -383,13 +374,16 @@ class _Trials:
 
     def _gather_along_other_dims(self) -> SplitVerdict | None:
         """Tries a batch whose rows lie elsewhere than along dim 0; None if it is none, or if its rows meet as well."""
-        call, args, kwargs = self._call, self._args, self._kwargs
-        for dims, rows in _other_row_dims(args, kwargs, call.axis.size):
-            found = self._compare(GatheringProbe(call, args, kwargs, rows, dims))
-            meet = any(step.gathers or step.is_of_one_size for step in found.steps)
-            if found.split and not meet:
-                attributes = {name: gathered_kinds(kinds) for name, kinds in found.attributes.items()}
-                return replace(found, dims=tuple(dims), kinds=gathered_kinds(found.kinds), attributes=attributes)
+        for dims, rows in rows_elsewhere(self._leaves, self._call.axis.size):
+            for leaves in self._fillings():
+                args, kwargs = tree_unflatten(leaves, self._spec)
+                found = self._compare(GatheringProbe(self._call, args, kwargs, rows, dims))
+                meet = any(step.gathers or step.is_of_one_size for step in found.steps)
+                if found.split and not meet:
+                    attributes = {name: gathered_kinds(kinds) for name, kinds in found.attributes.items()}
+                    return replace(found, dims=tuple(dims), kinds=gathered_kinds(found.kinds), attributes=attributes)
+                if found.could_run:
+                    break
         return None
 
 

@@ -1,13 +1,21 @@
 """The verdict of the trials of a forward: whether its batch may be split, and how its results are put together.
 
-Decides how that is written down. Must not know how it is found out (`split_check.py`).
+Decides how that is written down, and which calls it is about. Must not know how it is found out (`split_check.py`).
+
+[Note: numbers that decide]
+A forward may ask a number among its arguments which way to go: `if step > warm_up:`. Of what it does for one number, a
+trial with another shows nothing. So calls of such forwards have one verdict for each value of these numbers, as those
+have whose numbers are Python's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.items.item_reduction import ItemRules
@@ -16,6 +24,7 @@ from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
 from moreh_ap.parallelizer.statistics.batch_parts import Part
+from moreh_ap.protocol.batch import is_number
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,7 @@ class SplitVerdict:
         attribute_places: The same of the leaves of each attribute.
         parts: Which normalisations take the statistics of parts of the batch. See `statistics/batch_parts.py`.
         sizes: Of batches of how many rows this is true; None: of all.
+        by_values: Whether numbers among the arguments decide what the forward does. See [Note: numbers that decide].
     """
 
     split: bool
@@ -70,6 +80,7 @@ class SplitVerdict:
     attribute_places: Mapping[str, tuple[RowsAlong | None, ...]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     sizes: range | None = None
+    by_values: bool = False
 
     @classmethod
     def unsplit(cls, reason: str, **known: Any) -> SplitVerdict:
@@ -98,6 +109,64 @@ class SplitVerdict:
         has_rest = any(step.name == REST for step in (*self.steps, *other.steps))  # which begins at a number of steps
         steps = in_any_order([*self.steps, *other.steps]) if is_alike and not has_rest else None
         return self if steps is None else replace(self, steps=steps, in_order=False)
+
+
+class Verdicts:
+    """Verdicts by kinds of calls. Those of one kind may differ in the sizes of their tensors.
+
+    Attributes:
+        known: What was found. A key is a kind, or a kind with sizes, a number of rows or values.
+        gathering: Where each leaf of the arguments has rows, of kinds whose verdicts are those of certain sizes: where
+            rows lie in each tensor that a forward computes depends on sizes, so forwards that gather rows are tried
+            once for each combination of sizes other than the number of rows.
+        of_one_size: Kinds whose verdicts are those of batches of one number of rows.
+        by_values: Kinds whose verdicts are those of certain numbers. See [Note: numbers that decide].
+        earlier: By key, what was found before a forward took another way.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, SplitVerdict] = {}
+        self.gathering: dict[Hashable, Sequence[int | None]] = {}
+        self.of_one_size: set[Hashable] = set()
+        self.by_values: set[Hashable] = set()
+        self.earlier: dict[Hashable, list[SplitVerdict]] = {}
+
+    def key(self, kind: Hashable, leaves: Sequence[Any], rows: int | None) -> Hashable:
+        """Returns the key of the calls of a kind that share a verdict with one of these arguments, so many rows."""
+        if kind in self.by_values:
+            values = tuple(str(leaf.item()) for leaf in leaves if is_number(leaf))
+            return (self._key_of_sizes(kind, leaves, rows), values)
+        return self._key_of_sizes(kind, leaves, rows)
+
+    def _key_of_sizes(self, kind: Hashable, leaves: Sequence[Any], rows: int | None) -> Hashable:
+        if kind not in self.gathering:
+            return (kind, rows) if kind in self.of_one_size else kind
+        tensors = [(leaf, dim) for leaf, dim in zip(leaves, self.gathering[kind]) if isinstance(leaf, Tensor)]
+        sizes = tuple(tuple(size for at, size in enumerate(leaf.shape) if at != dim) for leaf, dim in tensors)
+        return (kind, sizes, rows) if kind in self.of_one_size else (kind, sizes)
+
+    def add(
+        self, kind: Hashable, leaves: Sequence[Any], rows: int, first_dims: Sequence[int | None], found: SplitVerdict
+    ) -> SplitVerdict:
+        """Keeps what was found of a call.
+
+        Args:
+            kind: Its kind.
+            leaves: Those of its arguments.
+            rows: Rows of the batch.
+            first_dims: Where each leaf has rows as sizes suggest it.
+            found: The verdict.
+
+        Returns:
+            The verdict, joined with those on other ways that calls like it have gone.
+        """
+        if found.steps:
+            self.gathering.setdefault(kind, found.dims or first_dims)
+        self.of_one_size.update((kind,) if found.is_about_one_size else ())
+        self.by_values.update((kind,) if found.by_values else ())
+        key = self.key(kind, leaves, rows)
+        self.known[key] = reduce(SplitVerdict.joined_with, self.earlier.get(key, ()), found)
+        return self.known[key]
 
 
 class Apart(NamedTuple):

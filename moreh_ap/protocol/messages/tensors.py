@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moreh_ap.protocol.batch import is_shape_of_number
 from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES
 from moreh_ap.protocol.memory_format import Order, in_order
 from moreh_ap.protocol.tensor_source import TensorSource
@@ -189,9 +190,14 @@ class ArrivedTensors:
         self._data, self._decode, self._device = data, decode, device
         self._decoded: dict[int, Tensor] = {}
 
-    def layouts(self) -> list[tuple[object, ...]]:
+    def layouts(self) -> list[tuple[tuple[int, ...], torch.dtype, object]]:
         """Return shape, dtype and strides of each; what has no strides has False in their place."""
         return [self._layout(index, one) for index, one in enumerate(self._data)]
+
+    def numbers(self) -> tuple[str, ...]:
+        """Return the values of those that are one number, such as a coefficient."""
+        found = [index for index, (shape, dtype, _) in enumerate(self.layouts()) if is_shape_of_number(shape, dtype)]
+        return tuple(str(self._one(index).item()) for index in found)
 
     def whole(self) -> list[Tensor]:
         """Return all as they are on one device."""
@@ -201,7 +207,9 @@ class ArrivedTensors:
         """Return rows ``start:stop`` of those that are cut, and the others whole."""
         return [self._rows(index, start, stop) if cut else self._one(index) for index, cut in enumerate(is_cut)]
 
-    def _layout(self, index: int, data: TensorData | OutputRef | StateRef) -> tuple[object, ...]:
+    def _layout(
+        self, index: int, data: TensorData | OutputRef | StateRef
+    ) -> tuple[tuple[int, ...], torch.dtype, object]:
         if isinstance(data, TensorData):
             return data.shape, data.dtype, False if data.strides is None else data.strides
         tensor = self._one(index)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,9 +28,10 @@ from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
+from moreh_ap.parallelizer.trial.opened_forward import join_opened_blocks
 from moreh_ap.parallelizer.trial.split_call import Batch, batch_of, split_call, why_whole
-from moreh_ap.parallelizer.trial.split_check import check_other_dims, check_split, join_opened_blocks
-from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, may_lack_rows
+from moreh_ap.parallelizer.trial.split_check import check_other_dims, check_split
+from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, Verdicts, may_lack_rows
 from moreh_ap.protocol.batch import carries_rows
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.protocol.memory_format import memory_order
@@ -93,9 +93,7 @@ class CallPreparation:
     """How calls of a model run, found out once for each kind.
 
     Calls of one kind may differ in the sizes of their tensors: the same is true of them (whether slices add up, which
-    attributes are read). Where rows lie in each tensor that a forward computes depends on sizes, so forwards that
-    gather rows are tried once for each combination of sizes other than the number of rows. Of calls that do not differ
-    in sizes either, `prepared` has everything by `Forward`'s key.
+    attributes are read). Of calls that do not differ in sizes either, `prepared` has everything by `Forward`'s key.
 
     Args:
         model: The model.
@@ -112,13 +110,8 @@ class CallPreparation:
         """Kinds of calls that lists of rows were passed to."""
         self.run_once: set[Hashable] = set()
         """Kinds of calls that were run and added nothing to the model."""
-        self.verdicts: dict[Hashable, SplitVerdict] = {}
-        self.gathering: dict[Hashable, Sequence[int | None]] = {}
-        """Where each leaf of the arguments has rows, of kinds whose verdicts are those of certain sizes."""
-        self.of_one_size: set[Hashable] = set()
-        """Kinds whose verdicts are those of batches of one number of rows."""
+        self.verdicts = Verdicts()
         self.reads_of: dict[Hashable, tuple[str, ...]] = {}
-        self.earlier: dict[Hashable, list[SplitVerdict]] = {}  # before a forward took another way
         self._drops = draws_random_numbers(model.module)
         self._looked_at: set[Hashable] = set()  # see `join_opened_blocks`
         self._faults: tuple[str, ...] = ()  # tracebacks of errors in the trials of the call that is being prepared
@@ -191,11 +184,12 @@ class CallPreparation:
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         has_pictures, batch_rows = isinstance(items, PictureRows), None if verdict.dims else batch.rows
-        roles = Roles.of(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, has_pictures)
+        varies = verdict.by_values, has_pictures
+        roles = Roles.of(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, *varies)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
         self.prepared[key] = PreparedCall(
-            kind=item_kind if verdict.items is not None else self._kind_of_verdict(kind, leaves, command.rows),
+            kind=item_kind if verdict.items is not None else self.verdicts.key(kind, leaves, command.rows),
             call=call,
             execute=way_to_execute(call, model.plan, batch.rows, meta),
             nesting=nesting,
@@ -247,13 +241,15 @@ class CallPreparation:
             divergence: How it has ended.
             *arguments: Those of `prepare`.
         """
-        call, earlier = prepared.call, self.earlier.setdefault(prepared.kind, [])
+        call, known = prepared.call, self.verdicts.known
+        earlier = self.verdicts.earlier.setdefault(prepared.kind, [])
         if call.gathering is not None and len(earlier) < _MOST_WAYS:
-            earlier.append(self.verdicts.pop(prepared.kind))
+            earlier.append(known.pop(prepared.kind))
         elif divergence.is_of_kind or call.items is None:
-            self.verdicts[prepared.kind] = SplitVerdict.unsplit(f"{UNSPLIT}: {divergence}")
+            by_values = known[prepared.kind].by_values
+            known[prepared.kind] = SplitVerdict.unsplit(f"{UNSPLIT}: {divergence}", by_values=by_values)
         elif call.items.may_lack is None:
-            self.verdicts.pop(prepared.kind)
+            known.pop(prepared.kind)
         else:
             call = replace(call, mode="unsplit", items=None, kinds=None)
             roles = prepared.roles._replace(is_split=False, num_own_rows=None, note=f"{UNSPLIT}: {divergence}")
@@ -317,14 +313,6 @@ class CallPreparation:
             self.reads_of[key] = tuple(sorted(find_passed_state(call, tuple(args), kwargs, rows, names)))
         return tuple(name for name in self.reads_of[key] if name in names)
 
-    def _kind_of_verdict(self, kind: Hashable, leaves: Sequence[Any], rows: int | None) -> Hashable:
-        """Returns the key of calls that have one split verdict."""
-        if kind not in self.gathering:
-            return (kind, rows) if kind in self.of_one_size else kind
-        tensors = [(leaf, dim) for leaf, dim in zip(leaves, self.gathering[kind]) if isinstance(leaf, Tensor)]
-        sizes = tuple(tuple(size for at, size in enumerate(leaf.shape) if at != dim) for leaf, dim in tensors)
-        return (kind, sizes, rows) if kind in self.of_one_size else (kind, sizes)
-
     def _verdict(
         self,
         kind: Hashable,
@@ -341,33 +329,28 @@ class CallPreparation:
         is_short = self._is_short(rows, call.axis)
         if workers * pieces == 1 or rows is None or (is_short and not self._may_lend_rows(call, rows, wants_grad)):
             reason = f"{UNSPLIT}: {why_too_few(rows)}" if workers > 1 else ""
-            if kind not in self.verdicts:
+            if kind not in self.verdicts.known:
                 join_opened_blocks(call, args, kwargs, self._looked_at)
                 may_turn = is_short and pieces == 1 and not any(local)
                 found = check_other_dims(call, args, kwargs) if may_turn else None
-                self.verdicts[kind] = found or SplitVerdict.unsplit(reason)
-            return self.verdicts[kind]
+                self.verdicts.known[kind] = found or SplitVerdict.unsplit(reason)
+            return self.verdicts.known[kind]
         leaves = tree_leaves((tuple(args), dict(kwargs)))
-        known = self.verdicts.get(self._kind_of_verdict(kind, leaves, rows))
+        known = self.verdicts.known.get(self.verdicts.key(kind, leaves, rows))
         if known is None or not known.is_about(rows):
             verdict = check_split(
                 call, args, kwargs, rows, may_join=pieces == 1, may_turn=not any(local), pieces=pieces
             )
-            self.model.device.give_back(is_start=not self.verdicts)
+            self.model.device.give_back(is_start=not self.verdicts.known)
             if is_short and not may_lack_rows(verdict):
-                verdict = SplitVerdict.unsplit(why_too_few(rows))
+                verdict = SplitVerdict.unsplit(why_too_few(rows), by_values=verdict.by_values)
             self._faults = verdict.faults
             if verdict.written:
                 require_full_parameters(self.model.module, self.model.plan, verdict.written[0])
                 self.written = list({*self.written, *map(self.model.module.get_parameter, verdict.written)})
             if not verdict.split:
                 verdict = replace(verdict, reason=why_whole(workers, pieces, verdict.reason))
-            if verdict.steps:
-                self.gathering.setdefault(kind, verdict.dims or first_dims)
-            self.of_one_size.update((kind,) if verdict.is_about_one_size else ())
-            same_kind = self._kind_of_verdict(kind, leaves, rows)
-            known = reduce(SplitVerdict.joined_with, self.earlier.get(same_kind, ()), verdict)
-            self.verdicts[same_kind] = known
+            known = self.verdicts.add(kind, leaves, rows, first_dims, verdict)
         verdict = known
         if verdict.group > 1 and rows % (workers * pieces * verdict.group):
             reason = f"{UNSPLIT}: its {rows} rows cannot be dealt out in groups of {verdict.group}"
@@ -391,9 +374,11 @@ class CallPreparation:
         if not runs_at_once or items.count < call.axis.size:
             return kind, verdict
         item_kind = kind, "items", items.differing_sizes()
-        if item_kind not in self.verdicts:
+        if item_kind not in self.verdicts.known:
             found = check_items(call, items, recomputes=plan.recompute != "none")
             self._faults += found.faults
             before = UNSPLIT if (rows or 0) < call.axis.size else f"{verdict.reason}. As {items.count} items"
-            self.verdicts[item_kind] = found if found.split else replace(found, reason=f"{before}: {found.reason}")
-        return item_kind, self.verdicts[item_kind]
+            self.verdicts.known[item_kind] = (
+                found if found.split else replace(found, reason=f"{before}: {found.reason}")
+            )
+        return item_kind, self.verdicts.known[item_kind]

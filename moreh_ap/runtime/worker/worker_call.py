@@ -150,6 +150,7 @@ class CallCommands:
             len(preparation.kept),
         )
         how = (command.rows, command.grad, command.wants_grad, command.autocast_dtype, command.flags)
+        how = (*how, arrived.numbers()) if preparation.verdicts.by_values else how
         return (command.signature, *arrived.layouts(), *local, settings, how)
 
     @staticmethod
@@ -265,8 +266,7 @@ class WorkerCall:
         warnings, self.model.unseen_changes.warnings = tuple(self.model.unseen_changes.warnings), []
         faults, self.model.faults = tuple(self.model.faults), []
         found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings, faults
-        varies = roles.has_pictures and roles.vary(leaves)
-        return ForwardReply(nesting, leaves, mode, *found, varies) if self.answers else None
+        return ForwardReply(nesting, leaves, mode, *found, roles.vary(leaves)) if self.answers else None
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output, which may be in another precision than the script was promised."""

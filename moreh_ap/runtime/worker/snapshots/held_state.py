@@ -57,7 +57,7 @@ from moreh_ap.runtime.worker.snapshots.state_pickling import (
 from moreh_ap.runtime.worker.worker_model import WorkerModel
 
 _TABLES = ("signatures", "lists", "temporaries", "row_shards", "calls")
-_LESSONS = ("verdicts", "gathering", "reads_of", "earlier", "kept", "run_once", "of_one_size")
+_LESSONS = ("reads_of", "kept", "run_once")
 
 
 class CannotBeHeld(Exception):
@@ -274,15 +274,19 @@ def _form_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def _lessons(preparation: CallPreparation) -> dict[str, Any]:
     """Returns what trials and first calls have taught. See [Note: what is held]."""
-    found: dict[str, Any] = {name: _pickled(_items(getattr(preparation, name))) for name in _LESSONS}
+    found: dict[str, Any] = {name: _pickled(_items(table)) for name, table in _lesson_tables(preparation).items()}
     name_of = {id(parameter): name for name, parameter in preparation.model.parameters.items()}
     return {**found, "written": [name_of[id(one)] for one in preparation.written]}
 
 
 def _give_lessons(preparation: CallPreparation, lessons: Mapping[str, Any]) -> None:
-    for name in _LESSONS:
-        getattr(preparation, name).update(_unpickled(lessons[name]))
+    for name, table in _lesson_tables(preparation).items():
+        table.update(_unpickled(lessons[name]))
     preparation.written = [preparation.model.parameters[name] for name in lessons["written"]]
+
+
+def _lesson_tables(preparation: CallPreparation) -> dict[str, Any]:
+    return {**{name: getattr(preparation, name) for name in _LESSONS}, **vars(preparation.verdicts)}
 
 
 def _items(table: Any) -> Any:

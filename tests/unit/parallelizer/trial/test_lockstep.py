@@ -170,13 +170,24 @@ def test_what_each_worker_would_add_is_added_once_however_small_it_is(forward, n
     assert found and all(step.adds_up for step in found[-1:])
 
 
-@pytest.mark.parametrize("kind", [torch.zeros, lambda *size: nn.Parameter(torch.zeros(*size))])
-def test_what_rows_give_is_added_to_zeros_on_each_worker_and_to_a_weight_of_zeros_once(kind):
-    places, weight = torch.tensor([0, 1, 0, 2, 1]), kind(3, 4)
-    added = learn(lambda x: weight.index_add(0, places[: len(x)] + (x[:, 0] * 0).long(), x))["index_add"]
-    product = learn(lambda x: torch.addmm(weight[:, :3], x.t()[:3], x[:, :3]))["addmm"]
-    is_weight = isinstance(weight, nn.Parameter)
-    assert (added.gathers, product.gathers) == (is_weight, is_weight)
+@pytest.mark.parametrize("kind", ["made", "given", "weight"])
+def test_what_rows_give_is_added_to_zeros_of_the_forward_on_each_worker_and_to_other_zeros_once(kind):
+    places, held = torch.tensor([0, 1, 0, 2, 1]), torch.zeros(3, 4)
+    held = nn.Parameter(held) if kind == "weight" else held
+
+    def zeros(x):
+        return x.new_zeros(3, 1).expand(3, 4).float() if kind == "made" else held
+
+    added = learn(lambda x: zeros(x).index_add(0, places[: len(x)] + (x[:, 0] * 0).long(), x))["index_add"]
+    product = learn(lambda x: torch.addmm(zeros(x)[:, :3], x.t()[:3], x[:, :3]))["addmm"]
+    layer = learn(lambda x: F.linear(x.t()[:3], x[:, :3].t(), zeros(x)[0, :3]))["linear"]
+    assert (added.gathers, product.gathers, layer.gathers) == (kind != "made",) * 3
+
+
+def test_what_is_written_to_zeros_of_the_forward_makes_them_other_zeros():
+    held = torch.zeros(4)
+    added = learn(lambda x: torch.addmm(x.new_zeros(4, 4).add_(held), x.t(), x))["addmm"]
+    assert added.gathers
 
 
 def test_a_sum_of_zeros_may_be_anything():
