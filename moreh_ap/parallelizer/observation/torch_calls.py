@@ -84,6 +84,11 @@ def leaves_of(value: Any) -> list[Any]:
     return found
 
 
+def names(*lines: str) -> frozenset[str]:
+    """Returns the names of functions that stand in lines, between spaces."""
+    return frozenset(" ".join(lines).split())
+
+
 def function_name(func: Callable[..., Any]) -> str:
     """Returns the name of a torch function; for a getter or setter, with the name of the attribute."""
     name = getattr(func, "__name__", type(func).__name__)

@@ -19,13 +19,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moreh_ap.parallelizer.observation.torch_calls import leaves_of
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of, names
 from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
 from moreh_ap.protocol.batch import is_number
 
 _READ = frozenset({"item", "__float__", "tolist"})
-_ASK = _READ | {"__bool__", "__int__", "__index__", "__contains__", "equal", "allclose"}
 _COMPARE = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "less", "greater", "less_equal", "greater_equal"})
+_SWITCH = names(
+    "where clamp clip clamp_min clamp_max relu relu6 leaky_relu threshold hardtanh hardsigmoid hardswish hardshrink",
+    "softshrink maximum minimum max min amax amin fmax fmin sign sgn heaviside floor ceil round trunc fix frac fmod",
+    "floor_divide floordiv remainder mod bool int long short byte char searchsorted bucketize isclose",
+    "logical_not logical_and logical_or logical_xor not and or xor invert",
+)
+"""Functions of numbers that go one way up to a value, and another way beyond it."""
+_ASK = _SWITCH | _COMPARE | {"index", "contains", "equal", "allclose", "item", "float", "tolist"}
 _MOST_READ = 4096
 """Entries of a tensor that may be numbers to decide by: more are a picture."""
 _ROUNDING, _SMALLEST = 1e-4, 1e-6
@@ -39,7 +46,8 @@ class ReadNumbers(Selections):
     """While active, notes what `Selections` does, and the fractions that a forward reads or compares with others.
 
     Args:
-        saw: See `Selections`; gets `ASKS_NUMBERS` if Python reads a `given` number, or one that follows from these.
+        saw: See `Selections`; gets `ASKS_NUMBERS` if Python reads a `given` number, or one that follows from these, or
+            a function switches by it.
         given: Numbers among the arguments.
         module: What may hold numbers to compare them with.
 
@@ -73,7 +81,7 @@ class ReadNumbers(Selections):
         are_given = _is_among(tensors, self._given) and all(
             _is_among([one], self._given + self._held) for one in tensors
         )
-        if are_given and name in _ASK:
+        if are_given and name.strip("_") in _ASK:
             self._saw.add(ASKS_NUMBERS)
         result = super().__torch_function__(func, types, args, kwargs)
         self._given += [leaf for leaf in leaves_of(result) if are_given and isinstance(leaf, Tensor)]

@@ -27,7 +27,7 @@ from moreh_ap.parallelizer.data.row_gathering import has_first_rows
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
-from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves, names
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
 from moreh_ap.parallelizer.rng.shared_draws import Draw
@@ -39,12 +39,7 @@ from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
 from moreh_ap.parallelizer.trial.row_comparison import check_denominators, close
 
-
-def _names(*lines: str) -> frozenset[str]:
-    return frozenset(" ".join(lines).split())
-
-
-_SUMS = _names(
+_SUMS = names(
     "sum nansum mean einsum matmul __matmul__ __rmatmul__ mm bmm mv dot tensordot addmm linear trace",
     "bincount histc count_nonzero scatter_add scatter_add_ index_add index_add_",
     "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div",
@@ -53,23 +48,23 @@ _SUMS = _names(
     "multilabel_soft_margin_loss",
 )
 """Functions whose results for slices of rows may be summands of the one for all rows."""
-_LINEAR = _names(
+_LINEAR = names(
     "add __add__ __radd__ __iadd__ add_ sub __sub__ neg __neg__ mul __mul__ __rmul__ div __truediv__ true_divide",
     "stack cat sum view reshape unsqueeze squeeze to float double clone contiguous __getitem__ unbind detach",
 )
 """Functions that give summands for summands."""
-_ADDING = _names("add __add__ __radd__ __iadd__ add_ sub __sub__")
-_SCALING = _names("mul __mul__ __rmul__ div __truediv__ true_divide")
-_ADDED_TO = dict.fromkeys(_names("addmm scatter_add scatter_add_ index_add index_add_"), 0) | {"linear": 2}
+_ADDING = names("add __add__ __radd__ __iadd__ add_ sub __sub__")
+_SCALING = names("mul __mul__ __rmul__ div __truediv__ true_divide")
+_ADDED_TO = dict.fromkeys(names("addmm scatter_add scatter_add_ index_add index_add_"), 0) | {"linear": 2}
 """Of functions that add what rows give to a tensor: its position. Each worker would add it."""
-DRAWS = _names(
+DRAWS = names(
     "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli bernoulli_",
     "multinomial poisson exponential_ random_ dropout dropout_ dropout1d dropout2d dropout3d feature_dropout",
     "_sample_dirichlet _standard_gamma alpha_dropout feature_alpha_dropout",
 )
 _REORDERS = (
-    _names("argsort flip flipud roll cumsum cumprod logcumsumexp"),
-    _names("__getitem__ index_select take_along_dim gather"),
+    names("argsort flip flipud roll cumsum cumprod logcumsumexp"),
+    names("__getitem__ index_select take_along_dim gather"),
 )
 """Functions that put rows into another order, or give each what those before it add to it, by themselves or by indices
 that have rows. A worker keeps as many."""

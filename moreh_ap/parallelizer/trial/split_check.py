@@ -346,16 +346,18 @@ class _Trials:
     def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Returns what was found, or why it is refused with other values in place of zeros. See `hidden_terms.py`."""
         kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
-        zeros = zeros_of(self._call.module) if "share" in kinds or not probe.call.grad else []
-        has_zeros = not everywhere(not zeros, self._call)
+        zeros = zeros_of(self._call.module)
+        shows_gates = "share" not in kinds and probe.call.grad  # by their gradients
+        is_told = everywhere(not zeros or shows_gates, self._call)
         for leaves in self._fillings():
-            if leaves is self._leaves and not has_zeros:
+            if leaves is self._leaves and is_told:
                 break
             clear_gradients(self._call.module)
             with filled(zeros):
                 again = verdict_of(self._like(probe, *tree_unflatten(leaves, self._spec)))
             if again.could_run or leaves is self._leaves:  # else the argument has to be zero
-                return found if again.split else replace(again, could_run=found.could_run)
+                as_others = replace(found, kinds=again.kinds, attributes=again.attributes)
+                return as_others if again.split else replace(again, could_run=found.could_run)
         return found
 
     def _with_equal_rows(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:

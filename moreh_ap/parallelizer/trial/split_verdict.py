@@ -3,9 +3,9 @@
 Decides how that is written down, and which calls it is about. Must not know how it is found out (`split_check.py`).
 
 [Note: numbers that decide]
-A forward may ask a number among its arguments which way to go: `if step > warm_up:`. Of what it does for one number, a
-trial with another shows nothing. So calls of such forwards have one verdict for each value of these numbers, as those
-have whose numbers are Python's own.
+A forward may ask a number among its arguments which way to go, in Python (`if step > warm_up:`) or in functions that
+have a kink (`(step - warm_up).relu()`). Of what it does for one number, a trial with another shows nothing. So calls of
+such forwards have one verdict for each value of these numbers, as those have whose numbers are Python's own.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class CallCommands:
             bytes([submodule.training for submodule in model.modules]),
             len(preparation.kept),
         )
-        how = (command.rows, command.grad, command.wants_grad, command.autocast_dtype, command.flags)
-        how = (*how, arrived.numbers()) if preparation.verdicts.by_values else how
+        numbers = arrived.numbers() if preparation.verdicts.by_values else ()
+        how = (command.rows, command.grad, command.wants_grad, command.autocast_dtype, command.flags, numbers)
         return (command.signature, *arrived.layouts(), *local, settings, how)
 
     @staticmethod

@@ -100,3 +100,25 @@ def test_what_has_no_rows_is_copied_too():
     chosen[1].add_(1)
     assert counter.item() == 0
     assert chosen[2].requires_grad and chosen[2].is_leaf and chosen[2] is not weight
+
+
+def test_tensors_that_may_be_weights_have_no_rows():
+    x_BF, labels_B, weight_BF = torch.zeros(8, 4), torch.zeros(8, dtype=torch.long), torch.zeros(8, 4)
+    assert batch.row_dims_without_weights([3, x_BF, weight_BF, labels_B]) == [None, 0, None, 0]
+    assert batch.row_dims_without_weights([x_BF, labels_B, torch.zeros(4, 8)]) is None, "none is left out"
+    assert batch.row_dims_without_weights([3]) is None
+
+
+@pytest.mark.parametrize(
+    ("leaf", "expected"),
+    [
+        (torch.tensor(2), True),
+        (torch.tensor([0.5]), True),
+        (torch.tensor([[True]]), True),
+        (torch.tensor([3]), False),  # an index
+        (torch.zeros(2), False),
+        (0.5, False),
+    ],
+)
+def test_which_arguments_are_numbers(leaf, expected):
+    assert batch.is_number(leaf) == expected

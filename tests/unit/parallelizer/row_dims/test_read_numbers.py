@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from moreh_ap.parallelizer.row_dims.read_numbers import (
+    ASKS_NUMBERS,
     READS_NUMBERS,
     TAKES_ROWS,
     ReadNumbers,
@@ -104,3 +105,26 @@ def test_to_note_a_number_that_has_a_graph_warns_of_nothing():
     finally:
         torch.set_warn_always(before)
     assert noted.numbers == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "asks"),
+    [
+        (lambda x, c, held: x * c, False),
+        (lambda x, c, held: (x * c).sum().item(), False),  # a number of the rows: it is noted otherwise
+        (lambda x, c, held: x * (-c).exp() + held, False),
+        (lambda x, c, held: x if c > 1 else -x, True),
+        (lambda x, c, held: x if c * 2 + 1 > held else -x, True),
+        (lambda x, c, held: x[: int(c)], True),
+        (lambda x, c, held: x * (c - 1).relu(), True),
+        (lambda x, c, held: x * torch.clamp(c, max=1), True),
+        (lambda x, c, held: x.relu() * c, False),
+    ],
+)
+def test_whether_a_forward_asks_a_number_among_its_arguments_what_to_do(forward, asks):
+    saw: set[str] = set()
+    c, module = torch.tensor(2.0), torch.nn.Module()
+    module.register_buffer("held", torch.tensor(1.0))
+    with ReadNumbers(saw, [c], module):
+        forward(X, c, module.held)
+    assert (ASKS_NUMBERS in saw) == asks

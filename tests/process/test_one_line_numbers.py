@@ -1,0 +1,87 @@
+"""Numbers and weights among the arguments of a forward: coefficients that change, biases, branches that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_one_line_training import assert_same, on_both
+from torch import Tensor, nn
+
+from moreh_ap.session.session import Session
+
+VALUES = (0.0, 0.0, 0.5, 1.5, 0.0)
+FORMS: dict[str, Callable[[nn.Module, Tensor, Tensor], Tensor]] = {
+    "a term": lambda model, y, c: y.square().mean() + c * model.layer.weight.norm(),
+    "a term of a sum": lambda model, y, c: y.square().sum() + c * model.layer.weight.norm(),
+    "a sum over rows": lambda model, y, c: (y + c * y.sum(0)).square().mean(),
+    "a second gate": lambda model, y, c: (y + model.gate * c * y.sum(0)).square().mean(),
+    "a branch": lambda model, y, c: (y * y.sum(0) if c > 1 else y).square().mean(),
+    "a read number": lambda model, y, c: y.square().sum() + (model.layer.weight.norm() if c.item() else 0),
+    "a number of the model": lambda model, y, c: (y * y.sum(0) if c > model.warm_up else y).square().mean(),
+    "a choice": lambda model, y, c: torch.where(c > 1, y * y.sum(0), y).square().mean(),
+    "a kink": lambda model, y, c: y.square().mean() + (c - 1).relu() * model.layer.weight.norm(),
+}
+
+
+class Weighted(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.layer, self.gate, self.form = nn.Linear(6, 3), nn.Parameter(torch.zeros(3)), form
+        self.register_buffer("warm_up", torch.tensor(1.0))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return FORMS[self.form](self, self.layer(x), c)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_coefficient_that_is_zero_in_the_first_call(accelerator: Callable[[str], Session], form):
+    def script(device: str) -> object:
+        model, trace = Weighted(form).to(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        x = torch.randn(8, 6).to(device)
+        for value in VALUES:
+            optimizer.zero_grad()
+            loss = model(x, torch.tensor(value).to(device))
+            loss.backward()
+            optimizer.step()
+            trace += [loss, model.layer.weight.grad.clone()]
+        return trace, model.state_dict()
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=2e-5)
+
+
+class Functional(nn.Module):
+    """As in meta-learning: its weights are arguments, of as many outputs as the batch has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((8, 6), (8,), (3, 8), (3,))
+        self.vars = nn.ParameterList([torch.randn(*size) / 3 if len(size) > 1 else torch.zeros(size) for size in sizes])
+
+    def forward(self, x: Tensor, weights: list[Tensor]) -> Tensor:
+        return F.linear(F.linear(x, weights[0], weights[1]).relu(), *weights[2:])
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", pytest.param("shard=2", marks=pytest.mark.rotating)])
+def test_weights_among_the_arguments(accelerator: Callable[[str], Session], monkeypatch, plan):
+    def script(device: str) -> object:
+        model, found = Functional().to(device), []
+        x, y = torch.randn(8, 6).to(device), torch.randn(8, 3).to(device)
+        for _ in range(2):
+            own = list(model.parameters())
+            fast = [parameter - 0.1 for parameter in own]
+            free = [parameter.detach().add(0.1).requires_grad_() for parameter in own]
+            for weights in (own, fast, free):
+                model.zero_grad()
+                loss = F.mse_loss(model(x, weights), y)
+                loss.backward()
+                found += [loss, *(one.grad for one in (*own, *free))]
+        return found
+
+    monkeypatch.setenv("MOREH_STRICT", "1")
+    accelerator(plan)
+    assert_same(*on_both(script))
