@@ -262,11 +262,11 @@ class WorkerCall:
         leaves = tuple([self._leaf(index, with_data=False) for index in range(len(self.run.shapes))])
         run, roles = self.run, self.roles
         mode = "unsplit" if not roles.is_split else "stages" if run.runs_in_stages else "split"
-        nesting = pickle_for_others(run.treespec)
         warnings, self.model.unseen_changes.warnings = tuple(self.model.unseen_changes.warnings), []
         faults, self.model.faults = tuple(self.model.faults), []
         found = roles.note, roles.num_own_rows, self._streams, self._left_out, run.returned, warnings, faults
-        return ForwardReply(nesting, leaves, mode, *found, roles.vary(leaves)) if self.answers else None
+        varies = (roles.by_values or roles.has_pictures) and roles.vary(leaves)
+        return ForwardReply(pickle_for_others(run.treespec), leaves, mode, *found, varies) if self.answers else None
 
     def output(self, index: int) -> Tensor:
         """This worker's part of an output, which may be in another precision than the script was promised."""
