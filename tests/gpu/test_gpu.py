@@ -13,6 +13,7 @@ from gpu_runs import num_gpus, why_not
 PARAMETERS = [pytest.param(place, case, id=f"{place}-{case.name}") for place in PLACES for case in PLACES[place][1]]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("place", "case"), PARAMETERS)
 def test_a_training_is_that_of_one_device(place, case, results):
     if reason := why_not(place):

@@ -16,11 +16,12 @@ import pytest
 
 STORM = Path(__file__).parents[2] / "scripts" / "storm.py"
 PLANS = ("replicate=2", "shard=2", "tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2")
-WITHIN_S = 280.0
+WITHIN_S = 560.0
 MOST_S = 60.0  # on a machine that does other things, too: 30 on an idle one
 
 
 @pytest.mark.rotating
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("plan", PLANS)
 def test_ten_faults_change_no_number(plan):
     seed = str(datetime.date.today().toordinal())
