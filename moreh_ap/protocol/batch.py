@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_MOST_NUMBERS = 16
+
 
 def num_rows(leaves: Sequence[Any]) -> int | None:
     """Returns the size of dim 0 of the first tensor with dims, None where there is no such tensor."""
@@ -118,14 +120,14 @@ def row_dims_without_weights(leaves: Sequence[Any]) -> list[int | None] | None:
     return without if without != dims else None
 
 
-def is_number(leaf: Any) -> bool:
-    """Says whether a leaf is a tensor that is one number, such as a coefficient: no index of one entry."""
-    return isinstance(leaf, torch.Tensor) and is_shape_of_number(leaf.shape, leaf.dtype)
+def are_numbers(leaf: Any) -> bool:
+    """Says whether a leaf is a tensor of a few numbers, such as coefficients; of whole ones, one without dims."""
+    return isinstance(leaf, torch.Tensor) and is_shape_of_numbers(leaf.shape, leaf.dtype)
 
 
-def is_shape_of_number(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Says whether a tensor of this shape is one number; see `is_number`."""
-    return math.prod(shape) == 1 and (len(shape) == 0 or dtype.is_floating_point or dtype is torch.bool)
+def is_shape_of_numbers(shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Says whether a tensor of this shape is a few numbers; see `are_numbers`."""
+    return len(shape) == 0 or (math.prod(shape) <= _MOST_NUMBERS and (dtype.is_floating_point or dtype is torch.bool))
 
 
 def is_square(leaf: Any) -> bool:

@@ -265,7 +265,7 @@ def test_what_does_not_come_to_the_script_is_named_once(accelerator):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(x, torch.ones(4)).sum().item()
-        result = model(x, torch.ones(()))  # one number that decides: such calls are another kind, and what they set comes
+        result = model(x, torch.ones(()))  # calls with a number that decides are a kind, and what they set comes
     torch.testing.assert_close(model.looked, result.detach())
 
 

@@ -54,6 +54,34 @@ def test_a_coefficient_that_is_zero_in_the_first_call(accelerator: Callable[[str
     assert_same(*on_both(script), rtol=2e-5)
 
 
+class Weighing(nn.Module):
+    """The coefficients of its terms are one argument; the second one is warmed up, the third one switches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        y = self.layer(x)
+        other = y.sum(0).square().mean() if weights[2] > 0.5 else y.mean()
+        return (torch.stack([y.square().mean(), self.layer.weight.norm(), other]) * weights).sum()
+
+
+def test_coefficients_in_one_tensor(accelerator: Callable[[str], Session]):
+    def script(device: str) -> object:
+        model, trace = Weighing().to(device), []
+        x = torch.randn(8, 6).to(device)
+        for value in VALUES:
+            model.zero_grad()
+            loss = model(x, torch.tensor([1.0, value, value / 2]).to(device))
+            loss.backward()
+            trace += [loss, model.layer.weight.grad.clone()]
+        return trace
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=2e-5)
+
+
 class Functional(nn.Module):
     """As in meta-learning: its weights are arguments, of as many outputs as the batch has rows."""
 

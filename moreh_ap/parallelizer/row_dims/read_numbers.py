@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moreh_ap.parallelizer.observation.torch_calls import leaves_of, names
 from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
-from moreh_ap.protocol.batch import is_number
+from moreh_ap.protocol.batch import are_numbers
 
 _READ = frozenset({"item", "__float__", "tolist"})
 _COMPARE = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "less", "greater", "less_equal", "greater_equal"})
@@ -61,7 +61,7 @@ class ReadNumbers(Selections):
     ) -> None:
         super().__init__(saw)
         self._given = list(given)
-        self._held = [] if module is None or not given else [one for one in module.buffers() if is_number(one)]
+        self._held = [] if module is None or not given else [one for one in module.buffers() if are_numbers(one)]
         self.numbers: list[float] = []
         self.of_hooks: list[float] = []
 

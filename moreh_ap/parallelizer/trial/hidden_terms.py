@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moreh_ap.parallelizer.state.loading import local_shard
+from moreh_ap.protocol.batch import are_numbers, carries_rows
 from moreh_ap.protocol.module_attributes import has_memory
 
 _FILLING = 0.1
@@ -34,13 +35,20 @@ def zeros_of(module: nn.Module) -> list[Tensor]:
         return [shard.detach() for shard in shards if _is_filled_with_zeros(shard)]
 
 
-def with_filled(leaves: list[Any]) -> list[Any]:
-    """Returns the leaves of arguments with others in place of those that are zero everywhere, or the same list."""
-    zeros = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _is_filled_with_zeros(leaf)]
-    if not zeros:
-        return leaves
-    others = {id(leaf): torch.full_like(leaf, _FILLING) for leaf in zeros}
-    return [others.get(id(leaf), leaf) for leaf in leaves]
+def with_filled(leaves: list[Any], rows: int) -> list[Any]:
+    """Returns the leaves of arguments with others in place of tensors of zeros, and of zeros among a few numbers of no
+    row; the same list if there are none."""
+    others = {id(leaf): _without_zeros(leaf) for leaf in leaves if isinstance(leaf, Tensor) and _hides(leaf, rows)}
+    return [others.get(id(leaf), leaf) for leaf in leaves] if others else leaves
+
+
+def _hides(leaf: Tensor, rows: int) -> bool:
+    are_coefficients = are_numbers(leaf) and leaf.is_floating_point() and not carries_rows(leaf, rows)
+    return _is_filled_with_zeros(leaf) or (are_coefficients and not bool(leaf.all()))
+
+
+def _without_zeros(leaf: Tensor) -> Tensor:
+    return leaf.detach().masked_fill(leaf == 0, _FILLING)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     tolerance_of,
     without_meaning,
 )
-from moreh_ap.protocol.batch import is_number, row_dims, select_rows_along
+from moreh_ap.protocol.batch import are_numbers, row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
 
 Result = tuple[Any, Sequence[Any]]
@@ -80,7 +80,7 @@ class Probe:
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
         places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
         turned: Whether arguments have rows elsewhere than along dim 0.
-        numbers: Which leaves of the arguments are one number, of no row.
+        numbers: Which leaves of the arguments are a few numbers, of no row.
         repeats, has_graph: See `RandomPolicy.find_draws`; whether draws are found by forwards with gradients.
     """
 
@@ -113,7 +113,7 @@ class Probe:
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
         self.dims = row_dims(self._leaves, rows) if dims is None else dims
         each_leaf = enumerate(zip(self._leaves, self.dims, strict=True))
-        self.numbers = [at for at, (leaf, dim) in each_leaf if dim is None and is_number(leaf)]
+        self.numbers = [at for at, (leaf, dim) in each_leaf if dim is None and are_numbers(leaf)]
         self.each = max(each, self._least_each)
         self._ran: Sequence[int] = ()
         self._drew = RandomPolicy()

@@ -188,7 +188,7 @@ class _Trials:
 
     def _fillings(self) -> Iterator[list[Any]]:
         """Yields leaves of arguments to try, one after the other until the forward can run with them."""
-        filled_in = self._leaves if self.by_values else with_filled(self._leaves)
+        filled_in = self._leaves if self.by_values else with_filled(self._leaves, self._rows)
         if not everywhere(filled_in is self._leaves, self._call):
             yield filled_in
         yield self._leaves

@@ -24,7 +24,7 @@ from moreh_ap.parallelizer.rng.policy import Draws
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
 from moreh_ap.parallelizer.statistics.batch_parts import Part
-from moreh_ap.protocol.batch import is_number
+from moreh_ap.protocol.batch import are_numbers
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class Verdicts:
     def key(self, kind: Hashable, leaves: Sequence[Any], rows: int | None) -> Hashable:
         """Returns the key of the calls of a kind that share a verdict with one of these arguments, so many rows."""
         if kind in self.by_values:
-            values = tuple(str(leaf.item()) for leaf in leaves if is_number(leaf))
+            numbers = [leaf for leaf in leaves if are_numbers(leaf) and leaf.shape[:1] != (rows,)]
+            values = tuple(str(leaf.tolist()) for leaf in numbers)
             return (self._key_of_sizes(kind, leaves, rows), values)
         return self._key_of_sizes(kind, leaves, rows)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moreh_ap.protocol.batch import is_shape_of_number
+from moreh_ap.protocol.batch import is_shape_of_numbers
 from moreh_ap.protocol.encoding import OUT_OF_BAND_MIN_BYTES
 from moreh_ap.protocol.memory_format import Order, in_order
 from moreh_ap.protocol.tensor_source import TensorSource
@@ -194,10 +194,11 @@ class ArrivedTensors:
         """Return shape, dtype and strides of each; what has no strides has False in their place."""
         return [self._layout(index, one) for index, one in enumerate(self._data)]
 
-    def numbers(self) -> tuple[str, ...]:
-        """Return the values of those that are one number, such as a coefficient."""
-        found = [index for index, (shape, dtype, _) in enumerate(self.layouts()) if is_shape_of_number(shape, dtype)]
-        return tuple(str(self._one(index).item()) for index in found)
+    def numbers(self, rows: int | None) -> tuple[str, ...]:
+        """Return the values of those that are a few numbers, such as coefficients; none are those of so many rows."""
+        layouts = [(index, shape, dtype) for index, (shape, dtype, _) in enumerate(self.layouts())]
+        found = [at for at, shape, dtype in layouts if shape[:1] != (rows,) and is_shape_of_numbers(shape, dtype)]
+        return tuple(str(self._one(at).tolist()) for at in found)
 
     def whole(self) -> list[Tensor]:
         """Return all as they are on one device."""

@@ -149,7 +149,7 @@ class CallCommands:
             bytes([submodule.training for submodule in model.modules]),
             len(preparation.kept),
         )
-        numbers = arrived.numbers() if preparation.verdicts.by_values else ()
+        numbers = arrived.numbers(command.rows) if preparation.verdicts.by_values else ()
         how = (command.rows, command.grad, command.wants_grad, command.autocast_dtype, command.flags, numbers)
         return (command.signature, *arrived.layouts(), *local, settings, how)
 

@@ -116,9 +116,10 @@ def test_tensors_that_may_be_weights_have_no_rows():
         (torch.tensor([0.5]), True),
         (torch.tensor([[True]]), True),
         (torch.tensor([3]), False),  # an index
-        (torch.zeros(2), False),
+        (torch.zeros(2), True),
+        (torch.zeros(17), False),
         (0.5, False),
     ],
 )
 def test_which_arguments_are_numbers(leaf, expected):
-    assert batch.is_number(leaf) == expected
+    assert batch.are_numbers(leaf) == expected
