@@ -144,6 +144,7 @@ def damage_pieces(folder):
     return file.name, "the pieces of model/weight are not the whole tensor|the checksum differs"
 
 
+@pytest.mark.rotating  # one more damage each
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
     "damage",
@@ -162,6 +163,7 @@ def test_damage_is_found(tmp_path, damage, verify):
         moreh_ap.load(tmp_path, model=model, optimizer=optimizer, verify=verify)
 
 
+@pytest.mark.rotating  # one more damage each
 @pytest.mark.parametrize(
     "damage",
     [damage_flip, damage_cut, damage_remove, damage_number, damage_json, damage_pieces],
@@ -218,6 +220,7 @@ for step in range(50):
 """
 
 
+@pytest.mark.rotating  # one more damage each
 def test_two_runs_in_one_folder_are_told_and_damage_nothing(tmp_path):
     with (
         UserScript("-c", TWO_RUNS, tmp_path / "saved", 1, cwd=tmp_path) as first,

@@ -16,7 +16,10 @@ from moreh_ap.errors import WorkerLostError
 from moreh_ap.runtime.forking.descendants import descendants
 from moreh_ap.runtime.worker_group import WorkerGroup
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is a warm parent on Linux only")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="there is a warm parent on Linux only"),
+    pytest.mark.rotating,  # one more module or end each
+]
 EXECUTOR = f"runtime_executor:{Executor.__name__}"
 NOT_HUNG_S = 60.0
 

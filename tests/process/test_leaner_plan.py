@@ -60,6 +60,7 @@ def test_the_next_plan_takes_over_in_the_middle_of_a_step_and_before_the_first_c
     assert from_the_beginning == 4, "of the steps before the one in which memory ran out"
 
 
+@pytest.mark.rotating  # one more way each
 @pytest.mark.parametrize("recovery", ["auto", "off"])
 def test_the_next_plan_takes_over_from_the_copy_of_the_one_worker_that_ran_out_alone(folder, recovery):
     """The other one computes the forward, and waits in the backward for the one that does not come."""
@@ -67,6 +68,7 @@ def test_the_next_plan_takes_over_from_the_copy_of_the_one_worker_that_ran_out_a
     assert before != after and steps == 0
 
 
+@pytest.mark.rotating  # one more way each
 def test_with_a_plan_that_was_given_the_error_says_so(folder):
     with tempfile.TemporaryDirectory(prefix="fatal-") as fatal:
         known = {"MOREH_AP_CACHE": str(folder), "FATAL_FOLDER": fatal, "MOREH_RECOVERY": "memory"}
@@ -77,6 +79,7 @@ def test_with_a_plan_that_was_given_the_error_says_so(folder):
             script.leaves_nothing()
 
 
+@pytest.mark.rotating  # one more way each
 def test_the_run_goes_on_with_fewer_devices_where_one_is_gone_until_it_is_there_again(folder):
     with tempfile.TemporaryDirectory(prefix="fatal-") as fatal:
         known = {"MOREH_AP_CACHE": str(folder), "FATAL_FOLDER": fatal, "MOREH_RECOVERY": "memory"}

@@ -76,6 +76,7 @@ def test_workers_step(accelerator, plan, kind):
     assert of_last(sent) == 6
 
 
+@pytest.mark.rotating  # one more optimizer each
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", IN_SCRIPT, ids=lambda kind: kind.__name__)
 def test_what_workers_cannot_step_is_right(accelerator, plan, kind, capfd):
@@ -126,6 +127,7 @@ def test_what_the_step_of_one_worker_raises(accelerator):
     assert not torch.equal(model[1].weight.detach().cpu(), before)
 
 
+@pytest.mark.rotating  # one more optimizer each
 @pytest.mark.parametrize("kind", [Lion, Muon, Rows, Lamb, HalvedSGD], ids=lambda kind: kind.__name__)
 def test_a_checkpoint_of_one_plan_goes_on_under_another(accelerator, tmp_path: Path, kind):
     def run(device: str, num_steps: int, folder: Path | None, to: Path | None = None) -> list[float]:
@@ -153,6 +155,7 @@ def test_a_checkpoint_of_one_plan_goes_on_under_another(accelerator, tmp_path: P
     assert of_last(sent) == 3
 
 
+@pytest.mark.rotating  # one more optimizer each
 @pytest.mark.parametrize("kind", [Lamb, DecayedAdam], ids=lambda kind: kind.__name__)
 def test_a_step_with_a_closure(accelerator, kind):
     """As Lightning and skorch step."""

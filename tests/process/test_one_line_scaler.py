@@ -11,6 +11,8 @@ from torch import nn
 from moreh_ap.protocol.messages.state import ReadState, UnscaleGradients, WriteState
 from moreh_ap.session.models.parameter_gradients import Gradients
 
+pytestmark = pytest.mark.rotating  # one more plan or optimizer each
+
 PLANS = ["replicate=2", "shard=2", "tensor=2", "pipeline=2, micro_batches=2"]
 OPTIMIZERS = {
     "sgd": lambda parameters, **how: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **how),

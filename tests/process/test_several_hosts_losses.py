@@ -78,6 +78,7 @@ def test_several_workers_a_host_in_replicated_training(variables, tmp_path):
     assert max(survive({**variables, "SNAPSHOT_STEPS": "1"}, tmp_path, "replicate=4", *faults)) <= FEW
 
 
+@pytest.mark.rotating  # one more loss each
 def test_workers_that_hang_on_another_host_are_found_with_all_stacks_and_replaced(variables, tmp_path):
     """Here 4 s without progress count as a hang."""
     out = run({**variables, "HANG_S": "4"}, tmp_path, "shard=2", "stopped", "collective")
@@ -120,6 +121,7 @@ def test_others_under_a_leaner_plan_take_over_on_the_same_hosts_where_memory_run
         assert before != after and steps <= 1, "a step, and what was sent since the last copy"
 
 
+@pytest.mark.rotating  # one more loss each
 def test_memory_that_runs_out_before_the_first_copy_leads_to_a_leaner_plan_on_the_same_hosts(variables, tmp_path):
     """On all workers at first, which then write a copy. Recovery is on from then: one worker is enough later."""
     both = run_out(tmp_path, "forward", "backward", **{**variables, "MOREH_RECOVERY": "auto"})
@@ -139,6 +141,7 @@ def test_memory_that_runs_out_before_the_first_step_leads_to_the_next_plan_on_th
     assert found["errors"] == [] and found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
+@pytest.mark.rotating  # one more loss each
 def test_a_checkpoint_whose_host_is_lost_with_its_part_is_written_once_more_or_the_one_before_stays(hosts, tmp_path):
     folder = tmp_path / "checkpoint"
     with UserScript("saves_and_loses_a_host.py", folder, cwd=tmp_path, MOREH_HOSTS=hosts) as script:

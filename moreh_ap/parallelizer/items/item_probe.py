@@ -95,7 +95,7 @@ class ItemProbe(JoinedProbe):
         self._items, self._counts, self._recomputes = items, counts, recomputes
         args, kwargs = items.select(range(items.count))
         super().__init__(call, args, kwargs, items.count, [None] * len(tree_leaves((args, kwargs))))
-        self.rules = ItemRules()
+        self.numbers, self.rules = [], ItemRules()  # which leaf is which, another choice of items does not tell
         self.saw_counted = False
 
     def _choose_rows(self) -> list[int]:

@@ -163,7 +163,8 @@ class CallPreparation:
         if verdict.added:
             return AddsMembers(verdict.added)
         if items is not None and axis.size > 1 and not any(local) and not any(command.wants_grad):
-            item_kind, verdict = self._verdict_on_items(kind, call, items, rows, verdict)
+            known_by = self.verdicts.key(kind, leaves, rows)
+            item_kind, verdict = self._verdict_on_items(known_by, call, items, rows, verdict)
         if not verdict.split and rows is not None and axis.size > 1:
             names = names_with_rows(model.module, rows, leaves[0])
             if reads := self._reads((kind, "rows"), names, call, args, kwargs, rows):
