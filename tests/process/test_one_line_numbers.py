@@ -113,3 +113,43 @@ def test_weights_among_the_arguments(accelerator: Callable[[str], Session], monk
     monkeypatch.setenv("MOREH_STRICT", "1")
     accelerator(plan)
     assert_same(*on_both(script))
+
+
+DECISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "any": lambda x, y: y * 2 if (x > 5).any() else y,
+    "all": lambda x, y: y if (x < 5).all() else y * 2,
+    "largest": lambda x, y: y * 2 if x.max() > 5 else y,
+    "largest in Python": lambda x, y: y / 3 if x.abs().max().item() > 5 else y,
+    "scale": lambda x, y: y / x.amax().clamp(min=5),
+    "choice": lambda x, y: y * torch.where(x.max() > 5, 2.0, 1.0),
+    "found": lambda x, y: y + 1 if (x[:, 0] > 5).nonzero().numel() else y,
+}
+
+
+class Deciding(nn.Module):
+    """One row may decide what becomes of all of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind = nn.Linear(6, 3), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DECISIONS[self.kind](x, self.layer(x))
+
+
+@pytest.mark.parametrize("kind", DECISIONS)
+def test_a_row_of_a_later_batch_decides_for_those_of_other_workers(accelerator: Callable[[str], Session], kind):
+    def script(device: str) -> object:
+        model, trace = Deciding(kind).to(device), []
+        x = torch.randn(8, 6)
+        large = x.clone()
+        large[6, 0] = 9.0
+        for rows in (x, x, large, large, x):
+            model.zero_grad()
+            loss = model(rows.to(device)).square().sum()
+            loss.backward()
+            trace += [loss, model.layer.weight.grad.clone()]
+        return trace
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=2e-5)

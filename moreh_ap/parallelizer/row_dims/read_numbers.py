@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moreh_ap.parallelizer.observation.torch_calls import leaves_of, names
+from moreh_ap.parallelizer.row_dims.common_decisions import ASKS, found_by
 from moreh_ap.parallelizer.row_dims.selections import Selections, selects_rows
 from moreh_ap.protocol.batch import are_numbers
 
@@ -53,6 +54,7 @@ class ReadNumbers(Selections):
 
     Attributes:
         numbers: Those numbers, in order.
+        decisions: What it decides by for all rows, see `common_decisions.py`.
         of_hooks: The same that hooks read which the forward has put on tensors, once they have run.
     """
 
@@ -64,6 +66,7 @@ class ReadNumbers(Selections):
         self._held = [] if module is None or not given else [one for one in module.buffers() if are_numbers(one)]
         self.numbers: list[float] = []
         self.of_hooks: list[float] = []
+        self.decisions: list[tuple[str, int, int]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -75,17 +78,22 @@ class ReadNumbers(Selections):
             self.numbers += args[0].detach().flatten().tolist()
         elif name.strip("_") in _COMPARE:
             self.numbers += [float(one.detach()) for one in args[:2] if _is_fraction(one)]
-        if not self._given:
-            return super().__torch_function__(func, types, args, kwargs)
-        tensors = [leaf for leaf in leaves_of((args, kwargs or {})) if isinstance(leaf, Tensor)]
-        are_given = _is_among(tensors, self._given) and all(
-            _is_among([one], self._given + self._held) for one in tensors
-        )
-        if are_given and name.strip("_") in _ASK:
-            self._saw.add(ASKS_NUMBERS)
+        are_given = self._given and self._follow_from_given(name.strip("_"), args, kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs)
-        self._given += [leaf for leaf in leaves_of(result) if are_given and isinstance(leaf, Tensor)]
+        if are_given:
+            self._given += [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+        found = (ASKS, 0, 0) if self.asks_how_many(func, args) else found_by(func, args, result)
+        self.decisions += filter(None, (found,))
         return result
+
+    def _follow_from_given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Says whether a function is given numbers alone, of the arguments or that follow from these."""
+        tensors = [leaf for leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = self._given + self._held
+        are_given = _is_among(tensors, self._given) and all(_is_among([one], known) for one in tensors)
+        if are_given and name in _ASK:
+            self._saw.add(ASKS_NUMBERS)
+        return are_given
 
     def _noting(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         @functools.wraps(hook)

@@ -82,11 +82,16 @@ class Selections(TorchFunctionMode):
         if (name in _FIND and (name != "where" or len(args) == 1)) or (name == "__getitem__" and self._finds(args[1])):
             return self._note(func(*args, **kwargs), self._found)
         if self._found and args and self._is_found(args[0]):
-            if name in _ASK or func == _SHAPE or (name == "__getitem__" and _takes_first(args[1])):
+            if self.asks_how_many(func, args) or (name == "__getitem__" and _takes_first(args[1])):
                 self._saw.add(COUNTS_SELECTED)
             if name in _KEEP:
                 return self._note(func(*args, **kwargs), self._found)
         return func(*args, **kwargs)
+
+    def asks_how_many(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Says whether a function asks how many entries another has found."""
+        asks = func == _SHAPE or getattr(func, "__name__", "") in _ASK
+        return asks and bool(self._found) and bool(args) and self._is_found(args[0])
 
     @staticmethod
     def _note(result: Any, known: list[Tensor]) -> Any:

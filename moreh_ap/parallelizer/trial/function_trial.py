@@ -31,6 +31,7 @@ from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves,
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
 from moreh_ap.parallelizer.rng.shared_draws import Draw
+from moreh_ap.parallelizer.row_dims.common_decisions import of_several_rows
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
@@ -146,6 +147,7 @@ class Trial:
                     break
             found = self._compare(wanted, results)
             works = found is not None and not why_rows_meet(together, apart)
+            works = works and not of_several_rows(together.decisions, [one.decisions for one in apart])
             if found is not None and works and all(isinstance(double.placement, Rows) for double in found):
                 return self._step(adds_up, for_all, found), found
         return None

@@ -177,7 +177,7 @@ class JoinedProbe(Probe):
         alone = _Alone(call.device, rules=call.rules, lengths=lengths, names=tensor_names(call.module))
 
         def run() -> None:
-            with self._from_the_same_state(), NoDropout():
+            with self._from_the_same_state(), NoDropout(), self._beside_others(()):
                 EagerForward(call, args, kwargs, reduction=alone)
 
         return alone, attempt(run, call.module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,7 @@ from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
+from moreh_ap.parallelizer.row_dims.common_decisions import BesideOthers, of_several_rows
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, ReadNumbers, do_hooks_meet_rows, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_steps import Step
@@ -34,7 +36,9 @@ from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
 from moreh_ap.parallelizer.trial.dry_run import LeftByForward, NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.row_comparison import (
+    check_block_order,
     check_denominators,
+    check_gradients,
     choose_rows,
     close,
     gradients_of_part,
@@ -80,6 +84,7 @@ class Probe:
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
         places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
         turned: Whether arguments have rows elsewhere than along dim 0.
+        beside: Decisions for all rows that rows alone find as if beside others. See `common_decisions.py`.
         numbers: Which leaves of the arguments are a few numbers, of no row.
         repeats, has_graph: See `RandomPolicy.find_draws`; whether draws are found by forwards with gradients.
     """
@@ -87,6 +92,7 @@ class Probe:
     is_joined, _gathers, in_order, _least_each = False, False, True, 1
     steps: tuple[Step, ...] = ()
     turned = repeats = has_graph = False
+    beside: frozenset[int] = frozenset()
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
 
@@ -102,8 +108,7 @@ class Probe:
         dims: Sequence[int | None] | None = None,
         each: int = 1,
     ) -> None:
-        self.kinds: tuple[str, ...] = ()
-        self.places: dict[int, RowsAlong] = {}
+        self.kinds, self.places = tuple[str, ...](), dict[int, RowsAlong]()
         self.attributes: Mapping[str, int] = {}
         self.draws = Draws()
         self.has_unknown = self.takes_means = self._writes_nothing = self.draws_told = False
@@ -119,19 +124,14 @@ class Probe:
         self._drew = RandomPolicy()
         self._chosen = self._choose_rows()
         self._tolerance = tolerance_of(call)
-        self.written: tuple[str, ...] = ()
-        self.added: tuple[str, ...] = ()
+        self.written, self.added = tuple[str, ...](), tuple[str, ...]()
         self.may_take_turns = self.may_write = True
-        self.beside_rows: frozenset[int] = frozenset()
-        self._turns = KnownTurns()
-        self._state, self._buffers = dict[str, Tensor](), dict[str, Tensor]()
-        self._changed_buffers: dict[str, Tensor] = {}
-        self._ways: list[BlockTrace] = []
-        self._noted: list[ReadNumbers] = []
+        self.beside_rows, self._turns = frozenset[int](), KnownTurns()
+        self._state, self._buffers, self._changed_buffers = (dict[str, Tensor]() for _ in range(3))
+        self._ways, self._noted = list[BlockTrace](), list[ReadNumbers]()
         self._singles: list[EagerForward | PipelinedPass] = []
         self._left: WeakKeyDictionary[EagerForward | PipelinedPass, LeftByForward] = WeakKeyDictionary()
-        self._weights: list[Tensor | None] = []
-        self._wanted: dict[str, Tensor | None] = {}
+        self._weights, self._wanted = list[Tensor | None](), dict[str, Tensor | None]()
 
     def _arguments(self, chosen: Sequence[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments with the chosen rows, which are about to run."""
@@ -165,6 +165,14 @@ class Probe:
         first = self._chosen.index(chosen[0])
         share = Share(first, first + len(chosen), len(self._chosen))
         return self.call.random.shared(0, share, self.draws, self._turns)
+
+    def decisions(self) -> frozenset[int]:
+        """Returns the numbers of the decisions that were found among several rows, once outputs were compared."""
+        together, *apart = (noted.decisions for noted in self._noted)
+        return of_several_rows(together, apart)
+
+    def _beside_others(self, chosen: Sequence[int]) -> AbstractContextManager[Any]:
+        return nullcontext() if chosen is self._chosen or not self.beside else BesideOthers(self.beside)
 
     def _surroundings(self) -> AbstractContextManager[Any]:
         """Returns what is active around a run: nothing is dropped where workers would drop something else."""
@@ -306,11 +314,7 @@ class Probe:
         got_by_name = take_gradients(self.call.module)
         wanted = [grad.abs().max() for grad in self._wanted.values() if grad is not None and grad.numel()]
         noise = self._noise * self._tolerance * float(max(wanted, default=0.0))
-        for (name, want), got in zip(self._wanted.items(), map(got_by_name.__getitem__, self._wanted), strict=True):
-            if (got is None) != (want is None):
-                raise Refused(f"whether {name} gets a gradient depends on the rows")
-            if got is not None and want is not None and not self._is_rounding(name, got, want, noise):
-                raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
+        check_gradients(self._wanted, got_by_name, partial(self._is_rounding, noise=noise))
 
     @contextmanager
     def _from_the_same_state(self) -> Iterator[Callable[[], LeftByForward]]:
@@ -360,7 +364,8 @@ class Probe:
         self._drew, leaves = call.random.for_probe(), tree_leaves((args, kwargs))
         reading = ReadNumbers(self.saw, [leaves[at] for at in self.numbers], call.module)
         with self._from_the_same_state() as left:
-            with self._surroundings(), reading as noted, record_block_order(call.module) as way:
+            beside, trace = self._beside_others(chosen), record_block_order(call.module)
+            with self._surroundings(), reading as noted, beside, trace as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():
@@ -392,9 +397,4 @@ class Probe:
         """
         if not self._gathers and (reason := why_rows_meet(self._noted[0], self._noted[1:])):
             raise Refused(reason)
-        common, first, *others = self._ways
-        if [name for name, _ in common] != [name for name, _ in first] or any(way != first for way in others):
-            raise Refused(
-                "which blocks a row goes through depends on the row, and a plan that shards gathers a block on all "
-                "devices at once"
-            )
+        check_block_order(self._ways)

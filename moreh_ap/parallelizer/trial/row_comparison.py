@@ -339,3 +339,41 @@ def without_attributes(
 def gathered_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the kinds of a result whose rows are gathered at the end of the forward, as those of such a batch are."""
     return tuple("same" if kind == "rows" else kind for kind in kinds)
+
+
+def group_sizes(rows: int, parts: int) -> list[int]:
+    """Returns how many rows to run apart: one, and, should the forward not run on one, more: as many as divide what
+    each of `parts` gets of a batch."""
+    share, rest = divmod(rows, parts)
+    return [1, *sorted(size for size in {2, 4, 8, share} if size > 1 and not rest and share and share % size == 0)]
+
+
+def check_block_order(ways: Sequence[Sequence[tuple[str, Any]]]) -> None:
+    """Compares in which order runs came to what FSDP2 gathers, that of all rows first.
+
+    Raises:
+        Refused: It depends on the rows, or with how much of them.
+    """
+    common, first, *others = ways
+    if [name for name, _ in common] != [name for name, _ in first] or any(way != first for way in others):
+        raise Refused(
+            "which blocks a row goes through depends on the row, and a plan that shards gathers a block on all "
+            "devices at once"
+        )
+
+
+def check_gradients(
+    wanted: Mapping[str, Tensor | None],
+    got_by_name: Mapping[str, Tensor | None],
+    is_rounding: Callable[[str, Tensor, Tensor], bool],
+) -> None:
+    """Compares the gradients of parameters by their names: those of all rows, and the sums of those of rows apart.
+
+    Raises:
+        Refused: One is no sum, and the difference no rounding.
+    """
+    for (name, want), got in zip(wanted.items(), map(got_by_name.__getitem__, wanted), strict=True):
+        if (got is None) != (want is None):
+            raise Refused(f"whether {name} gets a gradient depends on the rows")
+        if got is not None and want is not None and not is_rounding(name, got, want):
+            raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")

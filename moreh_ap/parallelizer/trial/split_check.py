@@ -39,6 +39,7 @@ from moreh_ap.parallelizer.data.opened_blocks import joining_opened
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import have_several
+from moreh_ap.parallelizer.row_dims.common_decisions import DECIDE
 from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows
 from moreh_ap.parallelizer.row_dims.kept_rows import KeptRows, may_be_kept, shapes_of
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
@@ -53,7 +54,7 @@ from moreh_ap.parallelizer.trial.hidden_terms import filled, with_filled, zeros_
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.parallelizer.trial.probe_verdict import verdict_of
-from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds
+from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds, group_sizes
 from moreh_ap.parallelizer.trial.split_verdict import Apart, Joined, SplitVerdict
 from moreh_ap.protocol.batch import are_single_rows, row_dims_without_weights, rows_along, rows_elsewhere
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
@@ -139,7 +140,7 @@ class _Trials:
     def run(self, parts: int, *, may_join: bool, may_turn: bool) -> SplitVerdict:
         """Returns the first verdict that splits the call, or else the one that says why no way to split is exact."""
         call, rows = self._call, self._rows
-        sizes = _group_sizes(rows, parts)
+        sizes = group_sizes(rows, parts)
         self._may_write = may_join
         may_meet = may_join and 1 < call.axis.size <= rows and stages_of(call.module) is None
         for each in sizes:
@@ -325,9 +326,8 @@ class _Trials:
         """Compares one of several ways to take numbers; `first` is how many faults there were before them. Errors of
         others came of their rules where this one is right, and its own of counts, extremes or loads where they are
         not."""
-        number = len(self.faults)
+        number, rules = len(self.faults), probe.call.rules
         found = self._compare(probe)
-        rules = probe.call.rules
         if found.split or rules.counts or rules.extremes or rules.constants or rules.loads:
             del self.faults[first if found.split else number :]
         return found
@@ -341,6 +341,7 @@ class _Trials:
             found = SplitVerdict.unsplit("a whole number in the result differs from row to row")
         self.faults += found.faults
         found = self._without_zeros(probe, found) if found.split and not probe.steps else found
+        found = self._beside_others(probe, found) if found.split and not probe.steps else found
         return self._with_equal_rows(probe, found) if found.split else found
 
     def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
@@ -368,6 +369,16 @@ class _Trials:
             self._drops = verdict_of(self._like(probe, args, kwargs)).reason.endswith(DEPEND)  # others show nothing
         return replace(found, split=False, kinds=(), reason=DROPS_ROWS) if self._drops else found
 
+    def _beside_others(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
+        """Returns what was found, or why it is refused beside rows that decide otherwise. See `common_decisions.py`."""
+        other, which = self._like(probe, self._args, self._kwargs), probe.decisions()
+        if stages_of(self._call.module) is not None or everywhere(not which, self._call):
+            return found
+        clear_gradients(self._call.module)
+        other.beside = which
+        again = verdict_of(other)
+        return found if again.split or not again.could_run else replace(found, split=False, kinds=(), reason=DECIDE)
+
     def _like(self, probe: Probe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Probe:
         """Returns a probe of the same kind, without gradients."""
         other = type(probe)(replace(probe.call, grad=False), args, kwargs, probe.rows, probe.dims, probe.each)
@@ -387,10 +398,3 @@ class _Trials:
                 if found.could_run:
                     break
         return None
-
-
-def _group_sizes(rows: int, parts: int) -> list[int]:
-    """Returns how many rows to run apart: one, and, should the forward not run on one, more: as many as divide what
-    each of `parts` gets of a batch."""
-    share, rest = divmod(rows, parts)
-    return [1, *sorted(size for size in {2, 4, 8, share} if size > 1 and not rest and share and share % size == 0)]
