@@ -121,13 +121,18 @@ class GatheringReduction(JoinedReduction):
         return tree_unflatten(given, spec)  # type: ignore[no-any-return]
 
     def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
-        """Gathers tensors whose rows lie along another dim than 0, which only this reduction knows of."""
+        """Gathers tensors whose rows lie along another dim than 0, which only this reduction knows of. Gathers all where
+        the rest of the forward may have returned the rows of all workers, whichever way it went."""
         self._inside = False  # what is called now is no step of the forward
-        self.learned_kinds = []
+        self.learned_kinds, has_rest = [], self._gathering.steps[-1].name == REST
 
         def whole_unless_first(leaf: Tensor) -> Tensor:
             placement = self._placements.get(leaf)
             is_first = placement == Rows(0) and not self._gathering.cuts
+            if has_rest and placement is not None:
+                self.learned_kinds.append("same")
+                self._placements[kept := settled(leaf)] = placement
+                return self._whole(kept)
             self.learned_kinds.append("rows" if is_first else SHARE if placement == SHARE else "same")
             return leaf if is_first or not isinstance(placement, Rows) else self._gathered(settled(leaf), placement)
 
