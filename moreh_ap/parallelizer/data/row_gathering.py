@@ -121,8 +121,8 @@ class GatheringReduction(JoinedReduction):
         return tree_unflatten(given, spec)  # type: ignore[no-any-return]
 
     def finish(self, result: Any, settled: Callable[[Any], Any]) -> Any:
-        """Gathers tensors whose rows lie along another dim than 0, which only this reduction knows of. Gathers all where
-        the rest of the forward may have returned the rows of all workers, whichever way it went."""
+        """Gathers tensors whose rows lie along another dim than 0, which only this reduction knows of. Gathers all
+        where the rest of the forward may have returned the rows of all workers, whichever way it went."""
         self._inside = False  # what is called now is no step of the forward
         self.learned_kinds, has_rest = [], self._gathering.steps[-1].name == REST
 
