@@ -137,6 +137,40 @@ class Deciding(nn.Module):
         return DECISIONS[self.kind](x, self.layer(x))
 
 
+class Checking(nn.Module):
+    """What it asks of all rows changes nothing: a check, and a mask that is left out where it hides nothing."""
+
+    def __init__(self, normalises: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.norm = nn.BatchNorm1d(3) if normalises else nn.Identity()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if torch.isnan(x).any() or x.abs().max() > 1e3:
+            raise ValueError("unusable input")
+        y = self.norm(self.layer(x))
+        return y if mask.all() else y.masked_fill(~mask, 0.0)
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+def test_what_is_asked_of_all_rows_and_decides_nothing_leaves_the_batch_split(
+    accelerator: Callable[[str], Session], normalises, monkeypatch, capsys
+):
+    def script(device: str) -> object:
+        model, x = Checking(normalises).to(device), torch.randn(8, 6).to(device)
+        mask = torch.ones(8, 1, dtype=torch.bool)
+        loss = model(x, mask.to(device)).square().sum()
+        mask[5] = False
+        loss = loss + model(x, mask.to(device)).square().sum()
+        loss.backward()
+        return loss, model.layer.weight.grad
+
+    monkeypatch.setenv("MOREH_STRICT", "1")
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert "whole batch" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", DECISIONS)
 def test_a_row_of_a_later_batch_decides_for_those_of_other_workers(accelerator: Callable[[str], Session], kind):
     def script(device: str) -> object:

@@ -395,6 +395,6 @@ class Probe:
             Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers,
                 or which of them count.
         """
-        if not self._gathers and (reason := why_rows_meet(self._noted[0], self._noted[1:])):
+        if not (self._gathers or self.beside) and (reason := why_rows_meet(self._noted[0], self._noted[1:])):
             raise Refused(reason)
         check_block_order(self._ways)

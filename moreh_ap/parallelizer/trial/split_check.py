@@ -376,8 +376,8 @@ class _Trials:
             return found
         clear_gradients(self._call.module)
         other.beside = which
-        again = verdict_of(other)
-        return found if again.split or not again.could_run else replace(found, split=False, kinds=(), reason=DECIDE)
+        depend = verdict_of(other).reason.endswith(DEPEND)  # others, such as a check that raises, show nothing
+        return replace(found, split=False, kinds=(), reason=DECIDE) if depend else found
 
     def _like(self, probe: Probe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Probe:
         """Returns a probe of the same kind, without gradients."""
