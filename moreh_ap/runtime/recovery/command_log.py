@@ -27,7 +27,7 @@ from moreh_ap.protocol.encoding import Packed, WorkerTraceback
 from moreh_ap.runtime.future import SentCommand
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
 from moreh_ap.runtime.recovery.losses import Losses
-from moreh_ap.runtime.recovery.rules import ReplayRules
+from moreh_ap.runtime.recovery.rules import ReplayRules, Taken
 from moreh_ap.runtime.recovery.snapshot_timing import MOST_FRUGAL_STEPS, SnapshotTiming
 
 MOST_BYTES = 1 << 30

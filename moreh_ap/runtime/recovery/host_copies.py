@@ -9,9 +9,9 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.serving import Serving
-from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime.recovery.copy_memory import NUM_SLOTS, SHARE, in_words, most_copy_bytes
 
 
