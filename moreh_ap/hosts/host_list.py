@@ -77,6 +77,9 @@ def parse_hosts(given: object, name: str = "hosts") -> tuple[str, ...]:
     twice = sorted({public_name(host) for host in hosts if hosts.count(host) > 1})
     if twice:
         raise _error(name, f"{name} names {', '.join(twice)} more than once")
+    local = [host for host in hosts if host in LOCAL_NAMES]
+    if len(local) > 1:
+        raise _error(name, f"{name} names this machine more than once: {', '.join(local)}")
     return hosts
 
 
@@ -99,6 +102,11 @@ def public_name(host: str) -> str:
     if not host.startswith(BY_HAND):
         return host.removeprefix(BY_SLURM).removeprefix(BY_KUBERNETES)
     return host.removeprefix(BY_HAND).partition("/")[0]
+
+
+def is_name_of_machine(host: str) -> bool:
+    """Returns whether a host was given as a name of a machine: not as an agent's line, a node or a pod of a job."""
+    return not host.startswith((BY_HAND, BY_SLURM, BY_KUBERNETES))
 
 
 def _lines(path: str) -> list[str]:

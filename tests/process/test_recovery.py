@@ -53,6 +53,7 @@ def survive(folders: dict[str, str], tmp_path: Path, plan: str, *faults: str) ->
     assert all(losses), taken_over
     assert out.count("MoAI Accelerator is ready") == 1, "one line is all that the script sees of a loss"
     leaves_no_files(folders)
+    assert out.count("are on disk: two need") == ("FREE_MEMORY" in folders), out
     return max(int(loss[1]) for loss in losses if loss is not None)
 
 
@@ -101,6 +102,11 @@ def test_a_loss_after_snapshots_costs_the_steps_since_the_last_one(folders, tmp_
 def test_recovery_that_is_on_by_itself_replaces_workers_after_the_first_copy(folders, tmp_path):
     by_itself = {**folders, "MOREH_RECOVERY": "auto", "SNAPSHOT_STEPS": "1"}
     assert survive(by_itself, tmp_path, "shard=2", "backward", "snapshot", "idle") <= FEW
+
+
+def test_where_memory_is_short_copies_are_on_disk(folders, tmp_path):
+    short = {**folders, "SNAPSHOT_STEPS": "1", "FREE_MEMORY": "1000"}
+    assert survive(short, tmp_path, "shard=2", "backward", "snapshot", "idle") <= FEW
 
 
 HYBRID = "shard=2,tensor=2", "replicate=2,pipeline=2"

@@ -1,4 +1,5 @@
-"""Files in memory that a process has open and workers of its machine write into. Must not know torch: agents do not."""
+"""Files that a process has open and workers of its machine write into, in memory or on disk. Must not know torch:
+agents do not."""
 
 from __future__ import annotations
 
@@ -9,8 +10,16 @@ BYTES_PER_WORKER = 1 << 40
 
 
 class MemoryFile(NamedTuple):
-    """A file in memory that a process of this machine has open: the process, its descriptor there, and its own name."""
+    """A file without a path that a process of this machine has open: in memory, or on disk.
+
+    Attributes:
+        process: The process.
+        descriptor: Its descriptor there.
+        name: Its own name, by which it is told from another one that has that descriptor later.
+        bytes_per_worker: Where the part of each next worker begins.
+    """
 
     process: int
     descriptor: int
     name: str
+    bytes_per_worker: int = BYTES_PER_WORKER

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from moreh_ap.errors import WorkerLostError
 from moreh_ap.hosts import host_files, joining_checks, script_files
-from moreh_ap.hosts.host_list import LOCAL_NAMES
+from moreh_ap.hosts.host_list import LOCAL_NAMES, is_name_of_machine
 from moreh_ap.local.jobs import RemoteWorker
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.host_joining import Hosts, connect, join, on_all, run_credentials
@@ -71,6 +71,7 @@ class HostPool:
         sharing = Counter(one.report.machine for one in self._joined.connections)  # containers of one machine
         self.num_cores = min(one.report.num_cores // sharing[one.report.machine] for one in self._joined.connections)
         self.names = [one.name for one in self._joined.connections]
+        self._say_which_are_one(self._joined.connections)
         self._provided: dict[str, None] = {}
         self.on_usage: Callable[[Sequence[RemoteWorker]], object] = lambda workers: None
         for (host, path), num_bytes in self._joined.sent.items():
@@ -80,6 +81,16 @@ class HostPool:
                 self.say(
                     f"{one.name}: {self.per_host} of {len(one.report.gpus)} GPUs are used, as many as each host has"
                 )
+
+    def _say_which_are_one(self, connections: Sequence[HostConnection]) -> None:
+        """Says which names, of those that a user gave for machines, are names of one: containers there have others."""
+        names: dict[str, list[str]] = {}
+        for one in connections:
+            if is_name_of_machine(one.host):
+                names.setdefault(one.report.machine, []).append(one.name)
+        for same in names.values():
+            if len(same) > 1:
+                self.say(f"{' and '.join(same)} are one machine, whose cores and memory their workers share")
 
     def launcher(self, request: LaunchRequest, is_stopping: Callable[[], bool]) -> Launcher:
         """Returns the launcher of a worker group."""

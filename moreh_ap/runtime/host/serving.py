@@ -30,4 +30,4 @@ class Serving:
     memory_fd: int
     commands: str
     commands_port: int
-    copies: Sequence[tuple[int, int, str]] = ()
+    copies: Sequence[tuple[int, int, str, int]] = ()

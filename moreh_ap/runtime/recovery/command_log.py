@@ -27,7 +27,7 @@ from moreh_ap.protocol.encoding import Packed, WorkerTraceback
 from moreh_ap.runtime.future import SentCommand
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
 from moreh_ap.runtime.recovery.losses import Losses
-from moreh_ap.runtime.recovery.rules import ReplayRules
+from moreh_ap.runtime.recovery.rules import ReplayRules, Taken
 from moreh_ap.runtime.recovery.snapshot_timing import MOST_FRUGAL_STEPS, SnapshotTiming
 
 MOST_BYTES = 1 << 30
@@ -41,6 +41,9 @@ FRUGAL_STEPS = 4 * MOST_FRUGAL_STEPS
 
 MOST_FAILED = 24
 """Where copies cost what they may, and so many in a row were not possible, no more are tried."""
+
+INSTEAD = "Save checkpoints: MOREH_AUTOSAVE=folder does it by itself"
+"""What a user can do where there is no room for copies."""
 
 SNAPSHOT_BYTES = 1 << 28
 """A snapshot is taken once so many bytes of commands are kept, however few steps that is."""
@@ -208,9 +211,9 @@ class CommandLog:
             why += f" (no copy of what workers hold: {self._problem})"
         self._close_and_say(why)
 
-    def _close_and_say(self, why: str) -> None:
+    def _close_and_say(self, why: str, instead: str = "") -> None:
         self.close(why)
-        self.rules.say(f"a worker that is lost from now on ends the run: {why}")
+        self.rules.say(f"a worker that is lost from now on ends the run: {why}{instead and f'. {instead}'}")
 
     def answered(self, command: SentCommand, values: Sequence[Any], error: BaseException | None) -> None:
         """Records how a command ended."""
@@ -262,13 +265,13 @@ class CommandLog:
         if taken.problem:
             timing.failed(taken.is_passing, taken.needed_s)
             self._most_bytes = self._num_bytes + self._snapshot_bytes // 8
-            if taken.is_too_large:
+            if taken.is_too_large and (needed := self._why_no_room(taken)):
                 self._takes_snapshots = False
+                why = f"there is no memory for copies of what workers hold ({needed})"
                 if self._is_frugal:
-                    self._close_and_say("there is no memory for copies of what workers hold")
+                    self._close_and_say(why, INSTEAD)
                     return
-                instead = f"a worker can be lost in the first {MOST_STEPS} steps only"
-                self.rules.say(f"there is no memory for copies of what workers hold: {instead}")
+                self.rules.say(f"{why}: a worker can be lost in the first {MOST_STEPS} steps only. {INSTEAD}")
             elif self._is_frugal and timing.num_failed >= MOST_FAILED and not taken.needed_s:
                 self._close_and_say(f"what workers hold cannot be copied: {taken.problem}")
             return
@@ -292,6 +295,23 @@ class CommandLog:
             size = f"{taken.num_bytes / 2**20:.0f} MiB"
             self.rules.say_more(f"from now on a worker may be lost: copies of what workers hold are taken, {size} each")
         self._forgotten(logged.number - 1)
+
+    def _why_no_room(self, taken: Taken) -> str:
+        """Has the next copies be larger, or on disk, where they were too large; returns why they can be neither."""
+        keeper = self.copies()
+        if taken.largest_bytes > self._most_copy_bytes and keeper.fits(taken.num_bytes):
+            self._most_copy_bytes = taken.largest_bytes
+        elif self.has_copy:
+            return "they have become larger than they may be"
+        else:
+            files, why = keeper.move_to_disk(taken.num_bytes)
+            if not files:
+                return why
+            self.rules.copy_into(files)
+            self.rules.say(f"copies of what workers hold, by which a lost worker can be replaced, are on disk: {why}")
+            self._most_copy_bytes = 0
+        self._timing.failed(is_soon=True)
+        return ""
 
     def memory_differs(self) -> None:
         """Has it be found out once more how large copies may be: workers may be on other hosts."""

@@ -1,8 +1,15 @@
 """The memory in which workers keep copies of what they hold: slots in a process that outlives them.
 
-Decides how large a copy may be, and that nothing of it is left when the process ends, whatever way that happens. Must
-not know what is in a copy, nor torch: it is memory of the script's process on one machine, of the agent on each of
-several hosts.
+Decides how large a copy may be, whether slots lie on disk for want of memory, and that nothing of it is left when the
+process ends, whatever way that happens. Must not know what is in a copy, nor torch: it is memory of the script's
+process on one machine, of the agent on each of several hosts.
+
+[Note: room for copies]
+Each worker's copy may have an equal share of what all may take. Some plans need less of others: replicas are each
+other's copy, so that one worker writes what several hold, and the last stage of a pipeline may hold more than the
+first. So a copy that is larger is measured again: where all of them together fit, twice, it may be as large as it is.
+Where they do not, the slots are files on the local disk without a name, which the system removes with the process; it
+needs no memory for what is written there, once that is on the disk. Where there is no room either, there are no copies.
 """
 
 from __future__ import annotations
@@ -11,8 +18,10 @@ import itertools
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
+from moreh_ap.local.local_disk import DiskFolder, disk_folder
 from moreh_ap.local.memory_limit import free_memory
 from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER, MemoryFile
 
@@ -20,7 +29,10 @@ NUM_SLOTS = 2
 """One has the last complete copy while the other is written."""
 
 SHARE = 0.4
-"""Of the free memory of a machine, all slots together."""
+"""Of the free memory of a machine, or of its disk, all slots together."""
+
+DISK_BYTES_PER_WORKER = 1 << 36
+"""Of a slot on disk: a file has 16 TiB at most on ext4. Source: Linux, Documentation/filesystems/ext4."""
 
 _numbers = itertools.count(1)
 
@@ -30,6 +42,15 @@ class CopyKeeper(Protocol):
 
     def most_bytes(self) -> int:
         """Returns the bytes that a worker's copy may have; 0 where no memory outlives a worker."""
+
+    def fits(self, num_bytes: int) -> bool:
+        """Returns whether there is room for slots in which the copies of all workers have so many bytes."""
+
+    def move_to_disk(self, num_bytes: int) -> tuple[Sequence[MemoryFile], str]:
+        """Has slots of so many bytes lie on disk; returns them, and why; or none, and why there is no room.
+
+        Called where there is no complete copy.
+        """
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -50,6 +71,8 @@ class CopyMemory:
         self.num_workers = num_workers
         self.kept: int | None = None
         self._files: tuple[MemoryFile, ...] | None = None
+        self._on_disk: tuple[MemoryFile, ...] = ()
+        self._disk: DiskFolder | None = None
         self._lock = threading.Lock()
 
     @property
@@ -68,25 +91,74 @@ class CopyMemory:
             kept: The slot of which they need what there is.
         """
         self.num_workers, self.kept = num_workers, kept
-        for slot, file in enumerate(self.files):
+        for slot, file in enumerate(self._in_use()):
             if slot != kept:
                 os.truncate(file.descriptor, 0)  # gives back what others have written
-            if os.fstat(file.descriptor).st_size < num_workers * BYTES_PER_WORKER:
-                os.truncate(file.descriptor, num_workers * BYTES_PER_WORKER)
+            if os.fstat(file.descriptor).st_size < num_workers * file.bytes_per_worker:
+                os.truncate(file.descriptor, num_workers * file.bytes_per_worker)
 
     @property
     def num_bytes(self) -> int:
         """Memory that copies take."""
-        return sum(os.fstat(file.descriptor).st_blocks * 512 for file in self.files)
+        return _taken(self.files)
 
     def most_bytes(self) -> int:
-        return most_copy_bytes(free_memory() + self.num_bytes, self.num_workers) if self.files else 0
+        if not self._in_use():
+            return 0
+        return min(most_copy_bytes(self._room(), self.num_workers), self._in_use()[0].bytes_per_worker)
+
+    def fits(self, num_bytes: int) -> bool:
+        return bool(self._in_use()) and NUM_SLOTS * num_bytes <= SHARE * self._room()
+
+    def move_to_disk(self, num_bytes: int) -> tuple[Sequence[MemoryFile], str]:
+        in_memory = f"{_share_of(free_memory())} of memory"
+        need = f"two need {in_words(NUM_SLOTS * num_bytes)}"
+        if self._on_disk:
+            return (), f"{need}, and may take {_share_of(self._room())} of disk"
+        disk = disk_folder()
+        if disk is None:
+            return (), f"{need}, and may take {in_memory}; there is no folder for temporary files on a local disk"
+        if NUM_SLOTS * num_bytes > SHARE * disk.free_bytes:
+            on_disk = f"{_share_of(disk.free_bytes)} of disk in {disk.path}"
+            return (), f"{need}, and may take {in_memory}, or {on_disk}"
+        try:
+            self._open_on_disk(disk)
+        except OSError as error:
+            return (), f"{need}, and may take {in_memory}; in {disk.path}: {error.strerror}"
+        return self._on_disk, f"{need}, more than {in_memory}, and are files in {disk.path}"
 
     def close(self) -> None:
         with self._lock:
-            files, self._files = self._files or (), ()
+            files, self._files = (*(self._files or ()), *self._on_disk), ()
+            self._on_disk = ()
         for file in files:
             os.close(file.descriptor)
+
+    def _in_use(self) -> tuple[MemoryFile, ...]:
+        return self._on_disk or self.files
+
+    def _room(self) -> int:
+        """Returns the bytes that are free where the slots are, with what the slots have taken."""
+        if self._on_disk and self._disk is not None:
+            return self._disk.now_free_bytes() + _taken(self._on_disk)
+        return free_memory() + self.num_bytes
+
+    def _open_on_disk(self, disk: DiskFolder) -> None:
+        opened: list[MemoryFile] = []
+        for file in self.files:
+            name = f"{file.name}-{os.getpid()}"
+            try:
+                descriptor = disk.unnamed_file(name)
+                opened.append(MemoryFile(os.getpid(), descriptor, name, DISK_BYTES_PER_WORKER))
+                os.truncate(descriptor, self.num_workers * DISK_BYTES_PER_WORKER)
+            except OSError:  # also where the file system, or the user's limit, has no files of that size
+                for one in opened:
+                    os.close(one.descriptor)
+                raise
+        for file in self.files:
+            os.truncate(file.descriptor, 0)  # what was begun there
+        with self._lock:
+            self._disk, self._on_disk = disk, tuple(opened)
 
     def _made(self) -> tuple[MemoryFile, ...]:
         if sys.platform != "linux":
@@ -103,6 +175,19 @@ class CopyMemory:
                     os.close(file.descriptor)
                 return ()
         return tuple(files)
+
+
+def in_words(num_bytes: float) -> str:
+    """Returns a size as people read it."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 1 << 30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _share_of(free_bytes: int) -> str:
+    return f"{SHARE:.0%} of the {in_words(free_bytes)} that are free"
+
+
+def _taken(files: Sequence[MemoryFile]) -> int:
+    return sum(os.fstat(file.descriptor).st_blocks * 512 for file in files)
 
 
 def most_copy_bytes(free_bytes: int, num_workers: int) -> int:

@@ -9,9 +9,10 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime.host.host_connection import HostConnection, HostLostError
 from moreh_ap.runtime.host.serving import Serving
-from moreh_ap.runtime.recovery.copy_memory import most_copy_bytes
+from moreh_ap.runtime.recovery.copy_memory import NUM_SLOTS, SHARE, in_words, most_copy_bytes
 
 
 class HostCopies:
@@ -31,12 +32,23 @@ class HostCopies:
             return 0
         sharing = Counter(one.report.machine for one in self._connections)  # containers of one machine
         kept = self._per_host * min(2, len(self._connections))  # its own, and those of the host before it
-        return min(
-            most_copy_bytes(one.free_bytes + one.copied_bytes, sharing[one.report.machine] * kept)
-            for one in self._connections
-        )
+        return min(most_copy_bytes(self._room(one), sharing[one.report.machine] * kept) for one in self._connections)
+
+    def fits(self, num_bytes: int) -> bool:
+        sharing = Counter(one.report.machine for one in self._connections)
+        needed = NUM_SLOTS * num_bytes  # of a host, whose workers and those of the one before it may be all there are
+        return all(sharing[one.report.machine] * needed <= SHARE * self._room(one) for one in self._connections)
+
+    def move_to_disk(self, num_bytes: int) -> tuple[Sequence[MemoryFile], str]:
+        fullest = min(map(self._room, self._connections))
+        may = f"{SHARE:.0%} of the {in_words(fullest)} of memory that are free on the fullest host"
+        return (), f"two need {in_words(NUM_SLOTS * num_bytes)}, and may take {may}"
 
     def close(self) -> None:
         for one in self._connections:
             with contextlib.suppress(HostLostError):  # its memory is gone with it
                 one.send("forget")
+
+    @staticmethod
+    def _room(one: HostConnection) -> int:
+        return one.free_bytes + one.copied_bytes

@@ -21,3 +21,11 @@ def of_error(error: BaseException | None) -> str:
 def as_sentence(text: str) -> str:
     """Returns a text with a full stop behind it."""
     return text if text.endswith(".") else f"{text}."
+
+
+def before_first_copy(lost: WorkerLostError) -> WorkerLostError:
+    """Returns the error of a loss before there is a copy of what workers hold: it says what would have helped."""
+    instead = "MOREH_RECOVERY=memory, with which others take over from the first step on; by default, in long runs only"
+    error = WorkerLostError(lost.fact, lost.allowed or instead, lost.fix, lost.link)
+    error.__cause__ = lost.__cause__
+    return error

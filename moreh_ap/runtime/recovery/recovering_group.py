@@ -41,7 +41,7 @@ from moreh_ap.runtime.outcome_resolver import OutcomeResolver, PeersHang
 from moreh_ap.runtime.receiver import Receiver
 from moreh_ap.runtime.recovery.command_log import CommandLog, Logged
 from moreh_ap.runtime.recovery.copy_memory import CopyMemory
-from moreh_ap.runtime.recovery.loss_wording import as_sentence, in_short, of_error, steps_were
+from moreh_ap.runtime.recovery.loss_wording import as_sentence, before_first_copy, in_short, of_error, steps_were
 from moreh_ap.runtime.recovery.losses import MOST_LOSSES
 from moreh_ap.runtime.recovery.other_devices import DevicesJoinedError, NoOthersError
 from moreh_ap.runtime.recovery.past import Past
@@ -266,7 +266,7 @@ class RecoveringWorkerGroup(WorkerGroup):
             self._sent.clear()
             number = self._unsent[0].number if self._unsent and is_loss else None
         if not self._log.is_complete and not self._log.why_closed:
-            raise lost
+            raise before_first_copy(lost) if self._log.is_open and is_loss else lost
         num_starts = 0
         while True:
             reason = self._log.why_not(number)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from moreh_ap.protocol.messages.memory_files import MemoryFile
+
 
 class Noted(NamedTuple):
     """What has to be known of a command that is kept.
@@ -35,6 +37,7 @@ class Taken(NamedTuple):
         num_bytes: Of the copies of all workers.
         needed_s: What it would take, where it would take longer than it may; else 0.
         bound: Why workers under another plan cannot take the copies over; empty if they can.
+        largest_bytes: Of the largest of the copies.
     """
 
     problem: str
@@ -45,6 +48,7 @@ class Taken(NamedTuple):
     num_bytes: int = 0
     needed_s: float = 0.0
     bound: str = ""
+    largest_bytes: int = 0
 
 
 class ReplayRules(Protocol):
@@ -58,6 +62,9 @@ class ReplayRules(Protocol):
 
     def next_snapshot(self, most_bytes: int, most_s: float) -> Any:
         """Returns a command that has workers copy what they hold, if that has so many bytes and takes so long."""
+
+    def copy_into(self, files: Sequence[MemoryFile]) -> None:
+        """Has the next copies be written into these files; there is no complete one elsewhere."""
 
     def snapshot_after_error(self, most_bytes: int) -> Any:
         """Returns a message that has workers copy what they hold, all of which have just ended in an error."""

@@ -174,7 +174,8 @@ class NewCheckpoint:
             for file in files:
                 problem = file.failure or problem_with(file.path, file.num_bytes, None)
                 if problem:
-                    raise OSError(f"{file.path}: {problem}")
+                    stays = " The checkpoint before it is whole, and stays." if descriptions(self._folder) else ""
+                    raise OSError(f"{file.path}: {problem}.{stays}")
             self._commit(self._describe(files, tensors) | content)
         except BaseException:  # a full disk, a lost worker, Ctrl-C: no files of this save may stay
             if not self._is_current():

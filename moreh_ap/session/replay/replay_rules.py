@@ -20,6 +20,7 @@ from moreh_ap.protocol.messages.calls import ForwardReply
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps
 from moreh_ap.protocol.messages.lasting_commands import Structure
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, TOO_LONG, RestoreSnapshot, TakeSnapshot
@@ -90,6 +91,10 @@ class SessionReplayRules:
         """Returns a command that has workers copy their state, within so many bytes and seconds."""
         return self._slots.next_copy(most_bytes, most_s)
 
+    def copy_into(self, files: Sequence[MemoryFile]) -> None:
+        """Has the next copies be written into these files; there is no complete one elsewhere."""
+        self._slots.move_to(files)
+
     def snapshot_after_error(self, most_bytes: int) -> Any:
         """Returns a message that has workers copy their state after an error of all, and say what it has left."""
         return Batch((replace(self._slots.next_copy(most_bytes, math.inf), after_error=True),))
@@ -104,7 +109,8 @@ class SessionReplayRules:
         needed_s = max(one.seconds if one.problem == TOO_LONG else 0.0 for one in answers)
         is_too_large = problem.startswith(TOO_LARGE)
         bound = next((one.bound for one in answers if one.bound), "")
-        return Taken(problem, problem == STILL_OPEN, is_too_large, seconds, since_s, num_bytes, needed_s, bound)
+        is_passing, largest_bytes = problem == STILL_OPEN, max(one.num_bytes for one in answers)
+        return Taken(problem, is_passing, is_too_large, seconds, since_s, num_bytes, needed_s, bound, largest_bytes)
 
     def drop(self, command: Any, num_done: int | None) -> None:
         """Keeps the parts of a command, of those that a snapshot replaces, that are sent again before it is restored.

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from moreh_ap import device
 from moreh_ap.runtime.hangs import hang_watch
-from moreh_ap.runtime.recovery import snapshot_timing
+from moreh_ap.runtime.recovery import copy_memory, snapshot_timing
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
 STEPS, AT = 6, 3
@@ -247,6 +247,8 @@ def main():
     random.seed(plan)
     if "SNAPSHOT_STEPS" in os.environ:
         snapshot_timing.STEPS = int(os.environ["SNAPSHOT_STEPS"])
+    if "FREE_MEMORY" in os.environ:
+        copy_memory.free_memory = lambda: int(os.environ["FREE_MEMORY"])
     hang_watch.HANG_S = float(os.environ.get("HANG_S", hang_watch.HANG_S))
     torch.moreh.option.enable_advanced_parallelization(plan=plan)
     expected = train(plan, "", [])

@@ -37,6 +37,7 @@ def test_which_file_names_the_hosts(tmp_path, monkeypatch):
         ([1, 2], "hosts=[1, 2] (list)"),
         ("", "names no host"),
         ("node1,node1", "names node1 more than once"),
+        ("localhost,node1,127.0.0.1", "names this machine more than once: localhost, 127.0.0.1"),
         ("-oProxyCommand=reboot", "'-oProxyCommand=reboot' is no host"),
         ("node1;reboot", "is no host"),
         ("$(reboot)", "is no host"),

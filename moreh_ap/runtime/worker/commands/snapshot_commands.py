@@ -7,7 +7,7 @@ import time
 from torch import Tensor
 
 from moreh_ap.parallelizer.group_sums import workers_of_a_host
-from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER, MemoryFile
+from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.snapshots import (
     TOO_LARGE,
     TOO_LONG,
@@ -42,7 +42,7 @@ class SnapshotCommands:
         def part(rank: int) -> SlotMemory:
             if (slot, rank) not in self._parts:
                 file = slot if isinstance(slot, MemoryFile) else self._tables.copies[slot]
-                self._parts[slot, rank] = SlotMemory(file, rank * BYTES_PER_WORKER)
+                self._parts[slot, rank] = SlotMemory(file, rank * file.bytes_per_worker)
             return self._parts[slot, rank]
 
         return part
@@ -66,6 +66,7 @@ class SnapshotCommands:
 
     def _copied(self, command: TakeSnapshot) -> Snapshot:
         """Copies what this worker holds into its part of a slot."""
+        num_bytes = 0
         try:
             description, memory = describe(self._tables, is_alone=command.is_alone)
             num_bytes = len(description) + sum(one.numel() for one in memory)
@@ -79,7 +80,7 @@ class SnapshotCommands:
         except CannotBeHeld as reason:
             return Snapshot(str(reason))
         except OSError as error:
-            return Snapshot(f"{TOO_LARGE}: {error}")
+            return Snapshot(f"{TOO_LARGE}: {error}", num_bytes)
         except Exception as error:  # of any class: that there is no copy is no error of the script
             return Snapshot(f"{type(error).__name__}: {error}")
         failed = self._failed(command.is_alone) if command.after_error else None

@@ -1,10 +1,11 @@
-"""A worker's part of a file in memory of another process, which outlives the worker.
+"""A worker's part of a file that another process has open, which outlives the worker.
 
 Decides where bytes lie in it, and whether they are all there. Must not know what they mean.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -33,10 +34,11 @@ class SlotMemory:
 
     def __init__(self, file: MemoryFile, start: int) -> None:
         descriptor = os.open(f"/proc/{file.process}/fd/{file.descriptor}", os.O_RDWR)
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{file.name} "):
+        link = os.readlink(f"/proc/self/fd/{descriptor}")
+        if not link.startswith(f"/memfd:{file.name} ") and not link.endswith(f"/{file.name} (deleted)"):
             os.close(descriptor)
             raise FileNotFoundError(file.name)
-        self._descriptor, self._start = descriptor, start
+        self._descriptor, self._start, self._most_bytes = descriptor, start, file.bytes_per_worker
         self._num_reserved, self._begun = 0, (0, 0)
         self._memory: Tensor | None = None
 
@@ -105,7 +107,9 @@ class SlotMemory:
         return os.pread(self._descriptor, num_bytes, self._start + start)
 
     def _mapped(self, num_bytes: int) -> Tensor:
-        """Returns the first bytes of this part of the file, for which memory is reserved: a write cannot fail."""
+        """Returns the first bytes of this part of the file, for which there is room: a write cannot fail."""
+        if num_bytes > self._most_bytes:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         if self._memory is None or self._num_reserved < num_bytes:
             os.posix_fallocate(self._descriptor, self._start, num_bytes)
             self._num_reserved = -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY

@@ -63,6 +63,12 @@ def test_hosts_that_are_one_machine_share_its_cores(pool_of):
     assert pool_of([Connection("a", machine="m"), Connection("b", machine="m"), Connection("c")])[0].num_cores == 4
 
 
+def test_names_of_one_machine_are_said_but_not_containers_there(pool_of):
+    same = [Connection("a", machine="m"), Connection("a.net", machine="m"), Connection("c")]
+    assert pool_of(same)[1] == ["a and a.net are one machine, whose cores and memory their workers share"]
+    assert pool_of([Connection("kubernetes:a", machine="m"), Connection("tls://b", machine="m")])[1] == []
+
+
 def test_only_files_that_a_host_lacks_are_sent(pool_of, tmp_path):
     path = str(tmp_path / "file")
     (tmp_path / "file").write_bytes(b"0123456789")

@@ -21,6 +21,10 @@ class Rules:
         self.dropped: list[tuple[Any, int | None]] = []
         self.num_asked = 0
         self.is_saving = False
+        self.files: list[str] = []
+
+    def copy_into(self, files: list[str]) -> None:
+        self.files = files
 
     def may_copy(self) -> bool:
         return not self.is_saving
@@ -69,9 +73,16 @@ class Copies:
 
     def __init__(self, most_bytes: int = 1000) -> None:
         self.free_bytes, self.is_closed = most_bytes, False
+        self.on_disk: list[str] = []
 
     def most_bytes(self) -> int:
         return self.free_bytes
+
+    def fits(self, num_bytes: int) -> bool:
+        return num_bytes <= 2 * self.free_bytes
+
+    def move_to_disk(self, num_bytes: int) -> tuple[list[str], str]:
+        return self.on_disk, f"two need {2 * num_bytes} bytes"
 
     def close(self) -> None:
         self.is_closed = True
@@ -219,13 +230,34 @@ def test_where_there_is_no_memory_for_copies_that_is_said_once(every_third):
     for number in (1, 2, 3):
         log.add(sent(number, steps=1))
     log.add(with_snapshot(4))
-    log.answered(with_snapshot(4), Taken("too large", is_too_large=True), None)
+    log.answered(with_snapshot(4), Taken("too large", is_too_large=True, num_bytes=3000, largest_bytes=2000), None)
     for number in range(5, 20):
         log.add(sent(number, steps=1))
     assert log.rules.num_asked == 1
     (line,) = log.rules.said
     instead = "a worker can be lost in the first 500 steps only"
-    assert line == f"there is no memory for copies of what workers hold: {instead}"
+    needed = "there is no memory for copies of what workers hold (two need 6000 bytes)"
+    assert line == f"{needed}: {instead}. Save checkpoints: MOREH_AUTOSAVE=folder does it by itself"
+
+
+@pytest.mark.parametrize("num_bytes, files", [(1500, []), (3000, ["a", "b"])])
+def test_copies_that_are_larger_than_a_share_fit_together_or_are_on_disk(every_third, num_bytes, files):
+    log = every_third
+    log.copies().on_disk = ["a", "b"]
+    for number in (1, 2, 3):
+        log.add(sent(number, steps=1))
+    log.add(with_snapshot(4))
+    log.answered(with_snapshot(4), Taken("too large", is_too_large=True, num_bytes=num_bytes, largest_bytes=1400), None)
+    log.add(sent(5, steps=1))
+    assert log.wanted == "snapshot 2" and log.rules.files == files
+    assert log.rules.most_bytes == (1000 if files else 1400), "on disk there is another share"
+    assert len(log.rules.said) == bool(files)
+    log.add(with_snapshot(6))
+    log.answered(with_snapshot(6), Taken(""), None)
+    assert log.has_copy
+    log.add(with_snapshot(7))
+    log.answered(with_snapshot(7), Taken("too large", is_too_large=True, num_bytes=3000, largest_bytes=2000), None)
+    assert "(they have become larger than they may be)" in log.rules.said[-1], "the copy that is complete is needed"
 
 
 def test_a_snapshot_is_due_for_many_bytes_too(monkeypatch):
@@ -319,7 +351,10 @@ def test_a_frugal_log_waits_until_a_copy_is_cheap_enough(frugal, clock):
 @pytest.mark.parametrize(
     "taken, why",
     [
-        (Taken("too large", is_too_large=True), "there is no memory for copies of what workers hold"),
+        (
+            Taken("too large", is_too_large=True, num_bytes=3000),
+            "there is no memory for copies of what workers hold (two need 6000 bytes)",
+        ),
         (Taken("a lambda"), "what workers hold cannot be copied: a lambda"),
         (
             Taken("", seconds=60.0, since_s=10.0),
@@ -339,7 +374,8 @@ def test_a_frugal_log_says_once_why_there_are_no_copies(frugal, clock, taken, wh
             frugal.add(with_snapshot(number))
             frugal.answered(with_snapshot(number), taken, None)
         assert number < 20_000
-    assert frugal.rules.said == [f"a worker that is lost from now on ends the run: {why}"]
+    instead = f". {command_log.INSTEAD}" if taken.is_too_large else ""
+    assert frugal.rules.said == [f"a worker that is lost from now on ends the run: {why}{instead}"]
     assert not frugal.keeps_values and not frugal.is_complete and frugal.why_not(number) == why
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
+from moreh_ap.local.local_disk import DiskFolder
 from moreh_ap.protocol.messages.memory_files import BYTES_PER_WORKER
 from moreh_ap.runtime.recovery import copy_memory
 from moreh_ap.runtime.recovery.copy_memory import CopyMemory, most_copy_bytes
@@ -48,4 +51,54 @@ def test_other_workers_write_beside_the_copy_of_those_before_them(monkeypatch):
     assert all(os.fstat(one.descriptor).st_size == 4 * BYTES_PER_WORKER for one in memory.files)
     memory.for_others(1, kept=0)
     assert os.pread(kept.descriptor, 4, 0) == bytes(4)
+    memory.close()
+
+
+def test_copies_of_which_some_are_large_fit_where_all_of_them_do(monkeypatch):
+    monkeypatch.setattr(copy_memory, "free_memory", lambda: 1000)
+    memory = CopyMemory(num_workers=2)
+    assert memory.most_bytes() == 100 and memory.fits(200) and not memory.fits(201)
+    memory.close()
+    assert not memory.fits(1)
+
+
+def test_slots_are_on_disk_where_memory_is_short_until_they_are_closed(monkeypatch, tmp_path):
+    monkeypatch.setattr(copy_memory, "free_memory", lambda: 10 << 20)
+    monkeypatch.setattr(copy_memory, "disk_folder", lambda: DiskFolder(str(tmp_path), 100 << 20))
+    memory = CopyMemory(num_workers=2)
+    files, why = memory.move_to_disk(10 << 20)
+    assert (
+        why == f"two need 20.0 MiB, more than 40% of the 10.0 MiB that are free of memory, and are files in {tmp_path}"
+    )
+    assert len(files) == copy_memory.NUM_SLOTS and list(tmp_path.iterdir()) == []
+    for file in files:
+        assert os.readlink(f"/proc/self/fd/{file.descriptor}") == f"{tmp_path}/{file.name} (deleted)"
+        assert os.fstat(file.descriptor).st_size == 2 * copy_memory.DISK_BYTES_PER_WORKER
+        assert os.fstat(file.descriptor).st_blocks == 0
+    assert memory.fits(10 << 20) and memory.most_bytes() > 10 << 20
+    again, why = memory.move_to_disk(1 << 60)
+    assert not again and why.endswith("of disk")
+    os.pwrite(files[1].descriptor, b"kept", 0)
+    os.pwrite(files[0].descriptor, b"stale", 0)
+    memory.for_others(3, kept=1)
+    assert os.pread(files[1].descriptor, 4, 0) == b"kept" and os.pread(files[0].descriptor, 5, 0) == bytes(5)
+    memory.close()
+    assert not any(os.path.exists(f"/proc/self/fd/{file.descriptor}") for file in files)
+
+
+@pytest.mark.parametrize(
+    "disk, why",
+    [
+        (None, "; there is no folder for temporary files on a local disk"),
+        (DiskFolder("/a", 20 << 20), ", or 40% of the 20.0 MiB that are free of disk in /a"),
+        (DiskFolder("/nowhere", 100 << 20), "; in /nowhere: No such file or directory"),
+    ],
+)
+def test_where_there_is_no_room_on_disk_either_that_is_said(monkeypatch, disk, why):
+    monkeypatch.setattr(copy_memory, "free_memory", lambda: 10 << 20)
+    monkeypatch.setattr(copy_memory, "disk_folder", lambda: disk)
+    memory = CopyMemory(num_workers=2)
+    of_memory = "two need 20.0 MiB, and may take 40% of the 10.0 MiB that are free of memory"
+    assert memory.move_to_disk(10 << 20) == ((), of_memory + why)
+    assert memory.most_bytes() == 1 << 20, "smaller copies still fit"
     memory.close()

@@ -38,6 +38,13 @@ def test_the_fullest_host_decides(hosts, serving, most):
     assert HostCopies(connections, serving, per_host=2).most_bytes() == most
 
 
+def test_the_copies_of_all_may_be_uneven_where_they_fit_together():
+    copies = HostCopies([Connection(1000, "m"), Connection(500, "n")], [WITH, WITH], per_host=2)
+    assert copies.fits(100) and not copies.fits(101)
+    files, why = copies.move_to_disk(3 << 20)
+    assert files == () and why.startswith("two need 6.0 MiB, and may take 40% of the 0.0 MiB of memory")
+
+
 def test_every_host_gives_its_memory_back():
     connections = [Connection(1000, "m", is_lost=True), Connection(1000, "n")]
     HostCopies(connections, [WITH, WITH], per_host=2).close()

@@ -85,17 +85,20 @@ def test_a_snapshot_stands_for_what_came_before_it_in_its_message_too():
 @pytest.mark.parametrize(
     "problems, taken",
     [
-        (("", ""), Taken("", seconds=0.5, num_bytes=2)),
-        (("", STILL_OPEN), Taken(STILL_OPEN, is_passing=True, seconds=0.5, num_bytes=2)),
-        ((f"{TOO_LARGE}: full", ""), Taken(f"{TOO_LARGE}: full", is_too_large=True, seconds=0.5, num_bytes=2)),
-        ((TOO_LONG, ""), Taken(TOO_LONG, seconds=0.5, num_bytes=2, needed_s=0.25)),
-        (("a lambda", "a lambda"), Taken("a lambda", seconds=0.5, num_bytes=2)),
+        (("", ""), Taken("", seconds=0.5, num_bytes=2, largest_bytes=1)),
+        (("", STILL_OPEN), Taken(STILL_OPEN, is_passing=True, seconds=0.5, num_bytes=2, largest_bytes=1)),
+        (
+            (f"{TOO_LARGE}: full", ""),
+            Taken(f"{TOO_LARGE}: full", is_too_large=True, seconds=0.5, num_bytes=2, largest_bytes=1),
+        ),
+        ((TOO_LONG, ""), Taken(TOO_LONG, seconds=0.5, num_bytes=2, largest_bytes=1, needed_s=0.25)),
+        (("a lambda", "a lambda"), Taken("a lambda", seconds=0.5, num_bytes=2, largest_bytes=1)),
     ],
 )
 def test_a_copy_counts_if_all_workers_have_it(problems, taken):
     message = Batch((Synchronize(), TakeSnapshot(0, 1, 1)))
     both = [[None, Snapshot("", 9, 0.1, 2.0)], [None, Snapshot("", 9, 0.2, 1.0)]]
-    assert RULES.taken(message, both)[3:] == (0.2, 2.0, 18, 0.0, "")
+    assert RULES.taken(message, both)[3:] == (0.2, 2.0, 18, 0.0, "", 9)
     first, second = problems
     assert RULES.taken(message, [[None, Snapshot(first, 1, 0.25)], [None, Snapshot(second, 1, 0.5)]]) == taken
 

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 
+from moreh_ap.local.local_disk import DiskFolder
 from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.runtime.worker.snapshots.slot_memory import SlotMemory
 
@@ -51,3 +52,17 @@ def test_a_copy_that_was_broken_off_is_not_there(file):
 def test_another_file_under_the_same_descriptor_is_not_taken_for_it(file):
     with pytest.raises(FileNotFoundError, match="another"):
         SlotMemory(file._replace(name="another"), 0)
+
+
+def test_a_file_on_disk_that_has_no_path_any_more_is_a_slot(tmp_path):
+    descriptor = DiskFolder(str(tmp_path), 0).unnamed_file("moreh-snapshot-on-disk")
+    os.truncate(descriptor, 1 << 20)
+    file = MemoryFile(os.getpid(), descriptor, "moreh-snapshot-on-disk", 1 << 19)
+    slot = SlotMemory(file, 0)
+    slot.write(1, b"what it is", [torch.ones(8, dtype=torch.uint8)])
+    assert SlotMemory(file, 0).read(1)[0] == b"what it is" and list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="File too large"):  # the part of the next worker begins there
+        slot.write(2, b"what it is", [torch.ones(1 << 19, dtype=torch.uint8)])
+    with pytest.raises(FileNotFoundError, match="another"):
+        SlotMemory(file._replace(name="another"), 0)
+    os.close(descriptor)
