@@ -25,7 +25,9 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.added_members import is_of_library
 from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook
+from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.rng_state import host_untouched
+from moreh_ap.session.state_tensors import StateHolder
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
@@ -40,6 +42,14 @@ def replaying() -> bool:
 
 class HookedModel(Protocol):
     """A model whose hooks run in the controller."""
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def holder(self) -> StateHolder: ...
+
+    def path_of(self, module: nn.Module) -> str: ...
 
     def note_replayed(self) -> None: ...
 
@@ -108,6 +118,8 @@ class ScriptHooks:
         self.any = bool(self._hooks)
         self.attributes: set[str] = set()
         """Names of attributes that hooks set, as on the workers."""
+        self.buffers: set[str] = set()
+        """Names of buffers that hooks replace, as on the workers, which have their values."""
         if self._hooks:
             self._refuse(plan)
 
@@ -177,7 +189,7 @@ class ScriptHooks:
                 ((number, given),), indices = seen.items(), next(order)
                 if number < len(self._hooks):
                     if position >= done:
-                        self._run(self._hooks[number], given)
+                        self._run(self._hooks[number], given, call.model)
                 else:
                     module = self._differentiated[number - len(self._hooks)]
                     self._watch(call, module, given, indices[number])
@@ -202,15 +214,20 @@ class ScriptHooks:
                     fix="model.eval(); model(batch); model.train()  # once, after the hook is registered",
                 )
 
-    def _run(self, hook: _Hook, given: tuple[Any, ...]) -> None:
+    def _run(self, hook: _Hook, given: tuple[Any, ...], model: HookedModel) -> None:
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        is_sent = hook.key in self._sent
+        is_sent, buffers = hook.key in self._sent, dict(hook.module._buffers)
         with contextlib.ExitStack() as stack:
             if is_sent:  # its random numbers were drawn on the workers
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 stack.enter_context(host_untouched())
             returned = hook.run(hook.module, *given)
+        if is_sent:  # it began here with what the workers have after it, which counts
+            for name, before in buffers.items():
+                if hook.module._buffers[name] is not before:
+                    is_parameter = isinstance(before, nn.Parameter)
+                    hook.module._buffers[name] = _on_workers(model, hook.module, name) if is_parameter else before
         changed = versions != [tensor._version for tensor in tensors]
         if changed or (returned is not None and not is_sent):
             raise UnsupportedError(
@@ -238,6 +255,13 @@ class ScriptHooks:
                     hook(module, grad_inputs, grad_outputs)
 
         call.watch([index for index in wanted if index is not None], run)
+
+
+def _on_workers(model: HookedModel, module: nn.Module, name: str) -> Tensor:
+    """Returns a buffer of a module as the workers have it."""
+    path, own = f"{model.path_of(module)}.{name}".lstrip("."), module._buffers[name]
+    assert own is not None
+    return model.holder.handle(StateRef(model.owner, "buffer", path), own.detach())
 
 
 def _top_level(given: Any, indices: Any) -> list[int | None]:
