@@ -120,6 +120,8 @@ class ScriptHooks:
         """Names of attributes that hooks set, as on the workers."""
         self.buffers: set[str] = set()
         """Names of buffers that hooks replace, as on the workers, which have their values."""
+        self._leaving_buffers: set[int] = set()
+        """Keys of hooks that have run here and have written into no buffer of their module."""
         if self._hooks:
             self._refuse(plan)
 
@@ -217,17 +219,32 @@ class ScriptHooks:
     def _run(self, hook: _Hook, given: tuple[Any, ...], model: HookedModel) -> None:
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        is_sent, buffers = hook.key in self._sent, dict(hook.module._buffers)
+        is_sent, buffers = hook.key in self._sent, hook.module._buffers
+        before = dict(buffers)
+        if is_sent and hook.key not in self._leaving_buffers:
+            copies = {name: one.detach().clone() for name, one in buffers.items() if _may_be_written_into(one)}
+            buffers.update(copies)
+        begun = {name: (one, one._version) for name, one in buffers.items() if one is not None}
         with contextlib.ExitStack() as stack:
             if is_sent:  # its random numbers were drawn on the workers
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 stack.enter_context(host_untouched())
             returned = hook.run(hook.module, *given)
         if is_sent:  # it began here with what the workers have after it, which counts
-            for name, before in buffers.items():
-                if hook.module._buffers[name] is not before:
-                    is_parameter = isinstance(before, nn.Parameter)
-                    hook.module._buffers[name] = _on_workers(model, hook.module, name) if is_parameter else before
+            has_written = any(one._version != version for one, version in begun.values())
+            if not has_written:
+                self._leaving_buffers.add(hook.key)
+            elif hook.key in self._leaving_buffers:
+                raise UnsupportedError(
+                    f"{_name(hook.run)}, a hook on a {type(hook.module).__name__}, writes into a buffer, and did not in "
+                    "its first run.",
+                    allowed="Hooks that write into buffers each time, or put other tensors in their place.",
+                    fix="module.total = module.total + value  # instead of module.total += value",
+                )
+            for name, one in before.items():
+                is_new = name not in begun or buffers.get(name) is not begun[name][0]
+                is_parameter = is_new and isinstance(one, nn.Parameter) and buffers.get(name) is not None
+                buffers[name] = _on_workers(model, hook.module, name) if is_parameter else one
         changed = versions != [tensor._version for tensor in tensors]
         if changed or (returned is not None and not is_sent):
             raise UnsupportedError(
@@ -255,6 +272,11 @@ class ScriptHooks:
                     hook(module, grad_inputs, grad_outputs)
 
         call.watch([index for index in wanted if index is not None], run)
+
+
+def _may_be_written_into(buffer: Tensor | None) -> bool:
+    """Returns whether a buffer of a module may be one that a hook counts in."""
+    return buffer is not None and not isinstance(buffer, nn.Parameter) and buffer.grad_fn is None
 
 
 def _on_workers(model: HookedModel, module: nn.Module, name: str) -> Tensor:
