@@ -236,8 +236,8 @@ class ScriptHooks:
                 self._leaving_buffers.add(hook.key)
             elif hook.key in self._leaving_buffers:
                 raise UnsupportedError(
-                    f"{_name(hook.run)}, a hook on a {type(hook.module).__name__}, writes into a buffer, and did not in "
-                    "its first run.",
+                    f"{_name(hook.run)}, a hook on a {type(hook.module).__name__}, writes into a buffer, and did not "
+                    "in its first run.",
                     allowed="Hooks that write into buffers each time, or put other tensors in their place.",
                     fix="module.total = module.total + value  # instead of module.total += value",
                 )
