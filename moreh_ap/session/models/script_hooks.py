@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import cloudpickle
 import torch
@@ -274,7 +274,7 @@ class ScriptHooks:
         call.watch([index for index in wanted if index is not None], run)
 
 
-def _may_be_written_into(buffer: Tensor | None) -> bool:
+def _may_be_written_into(buffer: Tensor | None) -> TypeGuard[Tensor]:
     """Returns whether a buffer of a module may be one that a hook counts in."""
     return buffer is not None and not isinstance(buffer, nn.Parameter) and buffer.grad_fn is None
 
