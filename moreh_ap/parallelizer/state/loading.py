@@ -167,8 +167,8 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
         tensor = _tensors_by_name(module)[first] if others else None
         for name in others:
             path, _, leaf = name.rpartition(".")
-            submodule = module.get_submodule(path)
-            held_in: dict[str, Any] = submodule._parameters if leaf in submodule._parameters else submodule._buffers
+            part = module.get_submodule(path)
+            held_in: dict[str, Any] = part._parameters if leaf in part._parameters else part._buffers
             held_in[leaf] = tensor  # a buffer that is a parameter, too, stays a buffer
     for submodule in fsdp_modules(module):
         submodule._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
