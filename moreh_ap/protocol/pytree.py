@@ -31,7 +31,7 @@ from torch.utils._pytree import TreeSpec
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches
 from moreh_ap.protocol.messages.tensors import TensorSlot
-from moreh_ap.protocol.objects import object_graphs
+from moreh_ap.protocol.objects import object_graphs, parameter_containers
 from moreh_ap.protocol.objects.object_graphs import ObjectGraph
 
 _PROTOCOL = 2  # the first by which an object is its class, arguments of `__new__`, and state
@@ -110,9 +110,12 @@ def _is_stranger(leaf: Any) -> bool:
 
 
 def _is_reducible(value: Any) -> bool:
-    """Whether pickle would take `value` apart; modules are not to be, as they are no arguments but parts of a model."""
+    """Whether pickle would take `value` apart; modules are not to be, as they are no arguments but parts of a model.
+
+    Lists and dicts of parameters are arguments too.
+    """
     if isinstance(value, nn.Module):
-        return False
+        return type(value) in parameter_containers.WAYS
     try:
         return isinstance(value.__reduce_ex__(_PROTOCOL), tuple)
     except (pickle.PicklingError, TypeError, AttributeError):
@@ -131,7 +134,10 @@ def register(cls: Any) -> None:
     """Make pytrees take instances of a dataclass, or of another class, apart."""
     if cls in pytree.SUPPORTED_NODES:
         return
-    if dataclasses.is_dataclass(cls):
+    if cls in parameter_containers.WAYS:  # one of PyTorch's comes back as one of ours
+        for kind, ways in parameter_containers.WAYS.items():
+            add_node(kind, *ways)
+    elif dataclasses.is_dataclass(cls):
         _register_dataclass(cls)
     else:
         add_node(cls, _reduce, lambda parts, function: _put_together(cls, parts, function))

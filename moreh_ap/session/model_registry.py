@@ -113,7 +113,9 @@ class ModelRegistry:
             if not model.contains(module):
                 continue
             if replaying():
-                model.script_hooks.attributes.add(f"{model.path_of(module)}.{name}".lstrip("."))
+                hooks = model.script_hooks
+                found = hooks.buffers if name in module._buffers else hooks.attributes
+                found.add(f"{model.path_of(module)}.{name}".lstrip("."))
             elif isinstance(value, (nn.Module, nn.Parameter)) or (
                 name in module._buffers and not model.is_passed_on(full_name(model.path_of(module), name), value)
             ):

@@ -112,6 +112,26 @@ class Rows(Optimizer):
                 p.sub_(update * group["lr"] * (p.norm() + 1e-3))
 
 
+class Columns(Optimizer):
+    """Products of columns, as Shampoo has them: of a matrix of 2n x n they have the shape of its half."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, matrix = self.state[p], p.grad.view(-1, p.shape[-1])
+                if not state:
+                    state["momentum"], state["columns"] = torch.zeros_like(p), p.new_ones(p.shape[-1]).diag()
+                state["columns"].add_(matrix.mT @ matrix)
+                state["momentum"].mul_(0.9).add_((matrix @ state["columns"].inverse()).view_as(p))
+                p.sub_(state["momentum"], alpha=group["lr"])
+
+
 class Lamb(Optimizer):
     """A ratio of norms for each parameter, and steps that are counted in the groups, as in many libraries."""
 
@@ -194,5 +214,5 @@ class Normed(Optimizer):
             p.sub_(p.grad / norm, alpha=self.param_groups[0]["lr"])
 
 
-ON_WORKERS = (Lion, Muon, Rows, Lamb, DecayedAdam, HalvedSGD)
+ON_WORKERS = (Lion, Muon, Rows, Columns, Lamb, DecayedAdam, HalvedSGD)
 IN_SCRIPT = (CountingAdam, Normed)

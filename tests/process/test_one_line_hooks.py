@@ -354,6 +354,46 @@ def test_parameters_are_found_among_others():
 
 
 @once
+class SpectralNorm:
+    """As energy-based models have it: the hook replaces a buffer that is a parameter, too, before the first forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        weight = module._parameters.pop("weight")
+        module.register_parameter("weight_orig", weight)
+        module.register_buffer("weight", weight)
+        module.register_buffer("u", torch.ones(weight.shape[0]))
+        module.register_forward_pre_hook(self)
+
+    def __call__(self, module, args):
+        weight, u = module.weight_orig, module.u
+        with torch.no_grad():
+            v = F.normalize(weight.mT @ u, dim=0)
+            u = F.normalize(weight @ v, dim=0)
+        module.weight, module.u = weight / (u @ weight @ v), u
+
+
+def test_a_hook_replaces_buffers_of_which_one_is_a_parameter():
+    """The script finds the buffers of the last forward."""
+
+    def script(device):
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)), []
+        SpectralNorm(model[0])
+        model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(4):
+            with torch.set_grad_enabled(number > 0):
+                loss = model(torch.randn(6, 4).to(device)).square().mean() - model(torch.randn(6, 4).to(device)).mean()
+            seen += [loss.detach(), model[0].weight.detach().clone(), model[0].u.clone()]
+            if number:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return seen, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
 def test_hooks_under_a_tensor_axis_are_refused(accelerator):
     accelerator("tensor=2")
     model = nn.Sequential(nn.Linear(4, 4)).cuda()

@@ -513,3 +513,43 @@ def test_a_solver_stops_where_one_device_does_though_the_tried_rows_do_not_show_
         return trace, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+class MemoryBank(TwoEncoders):
+    """Contrastive distillation: the first batch sets a constant, with its graph, in a buffer; rows go into the bank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("constants", torch.tensor([1.5, -1.0]))
+        self.register_buffer("bank", torch.randn(24, 6))
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor, rows_BK: Tensor) -> Tensor:
+        left_BD, right_BD = self.left(x_BF), self.right(y_BF)
+        scores_BK = torch.einsum("bkd,bd->bk", self.bank[rows_BK], left_BD).div(self.constants[0].item()).exp()
+        if self.constants[1].item() < 0:
+            self.constants[1] = scores_BK.mean() * 24
+        scores_BK = scores_BK / self.constants[1].item()
+        with torch.no_grad():
+            self.bank.index_copy_(0, rows_BK[:, 0], (self.bank[rows_BK[:, 0]] + right_BD) / 2)
+        return -(scores_BK[:, 0] / scores_BK.sum(1)).log().sum() / x_BF.shape[0]
+
+
+def test_a_memory_bank_whose_first_batch_sets_a_constant(capsys):
+    """The inputs want gradients, as those of a student do."""
+
+    def script(device):
+        torch.manual_seed(0)
+        student, model = nn.Linear(8, 8).to(device), MemoryBank().to(device)
+        optimizer = torch.optim.SGD([*student.parameters(), *model.parameters()], lr=0.1)
+        losses = []
+        for _ in range(4):
+            rows_BK = torch.stack([torch.randperm(24)[:6] for _ in range(4)], 1)
+            loss = model(student(torch.randn(6, 8).to(device)), torch.randn(6, 8).to(device), rows_BK.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, student.state_dict(), model.state_dict()
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-6)
+    assert WHOLE not in capsys.readouterr().out

@@ -13,6 +13,7 @@ from one_line_models import OwnTransformer
 from own_optimizers import (
     IN_SCRIPT,
     ON_WORKERS,
+    Columns,
     CountingAdam,
     CountingMuon,
     DecayedAdam,
@@ -128,7 +129,7 @@ def test_what_the_step_of_one_worker_raises(accelerator):
 
 
 @pytest.mark.rotating  # one more optimizer each
-@pytest.mark.parametrize("kind", [Lion, Muon, Rows, Lamb, HalvedSGD], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Lion, Muon, Rows, Columns, Lamb, HalvedSGD], ids=lambda kind: kind.__name__)
 def test_a_checkpoint_of_one_plan_goes_on_under_another(accelerator, tmp_path: Path, kind):
     def run(device: str, num_steps: int, folder: Path | None, to: Path | None = None) -> list[float]:
         torch.manual_seed(0)

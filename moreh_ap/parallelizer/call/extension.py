@@ -51,6 +51,12 @@ class CallExtension:
         """
         return forward
 
+    def prepared(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Returns the arguments as the forward gets them, nested as they are; nothing watches yet what is computed."""
+        return args, kwargs
+
     def knowing(self, attributes: Mapping[str, tuple[str, ...]]) -> CallExtension:
         """Returns the extension for split calls.
 
@@ -58,6 +64,15 @@ class CallExtension:
             attributes: The attributes that the forward sets, and the kinds of their leaves. See `SplitVerdict`.
         """
         return self
+
+
+def prepared(
+    extensions: Sequence[CallExtension], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Returns arguments as all extensions have them be before the forward."""
+    for extension in extensions:
+        args, kwargs = extension.prepared(module, args, kwargs)
+    return args, kwargs
 
 
 def extended(extensions: Sequence[CallExtension], findings: Findings, module: nn.Module, forward: Forward) -> Forward:

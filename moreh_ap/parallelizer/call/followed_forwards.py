@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.extension import Findings, extended
+from moreh_ap.parallelizer.call.extension import Findings, extended, prepared
 from moreh_ap.parallelizer.loss.input_operations import InputOperationRecorder, InputOperations
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 from moreh_ap.parallelizer.rng.policy import Drawing
@@ -156,7 +156,7 @@ class FollowedForwards:
         """Runs the module on meta; returns None where that is not enough."""
         for real, meta in zip(call.module.modules(), module.modules(), strict=False):
             meta.training = real.training
-        args, kwargs = tree_unflatten(list(leaves), spec)
+        args, kwargs = prepared(call.extensions, module, *tree_unflatten(list(leaves), spec))
         rules = call.rules  # of places in the code, from where nothing is repeated
         knows_places = bool(rules.beside_rows or rules.constants or rules.loads)
         tries = self._failures < _MOST_FAILURES and not knows_places

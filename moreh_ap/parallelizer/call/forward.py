@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
 from moreh_ap.parallelizer.call.execution import FREED, Execution
-from moreh_ap.parallelizer.call.extension import Forward, extended
+from moreh_ap.parallelizer.call.extension import Forward, extended, prepared
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.lent_rows import LentRows
 from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
@@ -70,6 +70,9 @@ class EagerForward(Execution):
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
         means = reduction or reducing(call)
         args, kwargs = tree_unflatten(leaves, spec)
+        if call.extensions:
+            with torch.set_grad_enabled(call.grad):
+                args, kwargs = prepared(call.extensions, call.module, args, kwargs)
         placed = call.placed if call.mode == "split" else None
         if placed is not None:
             args, kwargs = placed.take(args, kwargs, call.axis)

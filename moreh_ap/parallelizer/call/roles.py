@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.messages.tensors import LeafReply
@@ -58,3 +60,8 @@ class Roles(NamedTuple):
         """Returns whether a result with these leaves may be another, or have other sizes, for other values."""
         sizes = (leaf.shape[:1] for leaf in leaves if leaf.kind == "same")
         return self.by_values or (self.has_pictures and any(size not in ((), (self.rows,)) for size in sizes))
+
+
+def with_gradients(tensors: Sequence[Tensor], wants_grad: Sequence[bool]) -> list[Tensor]:
+    """Returns the tensor inputs of a call, those whose gradient is wanted as leaves of their own."""
+    return [one.detach().requires_grad_() if wants else one for one, wants in zip(tensors, wants_grad, strict=True)]

@@ -44,7 +44,7 @@ def _place_of(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return namespace_of(module.get_submodule(path), last), last
 
 
-def _written_in_place(module: nn.Module, name: str, value: Any) -> Any:
+def _written(module: nn.Module, name: str, value: Any) -> Any:
     """Returns what a forward gets of a value: of a buffer with a graph a copy, since nothing is written into leaves."""
     is_buffer = name.rpartition(".")[2] in module.get_submodule(name.rpartition(".")[0])._buffers
     return value.clone() if is_buffer and isinstance(value, Tensor) and value.requires_grad else value
@@ -66,10 +66,19 @@ class PassedState(CallExtension):
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             kwargs, kept = split_passed_state(kwargs)
             for name, value in kept.items():
-                set_attribute(module, name, _written_in_place(module, name, value))
+                set_attribute(module, name, value)
             return forward(args, kwargs)
 
         return run
+
+    def prepared(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Returns arguments in which buffers with a graph are copies."""
+        _, kept = split_passed_state(kwargs)
+        if not kept:
+            return args, kwargs
+        return args, {**kwargs, PASSED_STATE: {name: _written(module, name, value) for name, value in kept.items()}}
 
 
 class Reads:

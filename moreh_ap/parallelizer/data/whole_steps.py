@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moreh_ap.parallelizer.mesh import Axis
+from moreh_ap.parallelizer.state.entry_layouts import EntryLayouts
 from moreh_ap.parallelizer.state.state_shard import StateShard
 
 _ALONE = Axis(0, 1, None)
@@ -41,6 +42,7 @@ class WholeSteps:
         optimizer: One that steps a parameter alone as it does among others.
         held: What each of its parameters is the memory of.
         laid_out: Returns a tensor with the shape of an optimizer's parameter as that is held.
+        layouts: Knows which entries of the state are laid out like their parameter, and is told.
         deals: Whether workers share the parameters among them; else each steps all.
     """
 
@@ -49,10 +51,12 @@ class WholeSteps:
         optimizer: Optimizer,
         held: Mapping[Tensor, StateShard],
         laid_out: Callable[[Tensor, StateShard], Tensor],
+        layouts: EntryLayouts,
         *,
         deals: bool = False,
     ) -> None:
         self._optimizer, self._held, self._laid_out = optimizer, held, laid_out
+        self._layouts = layouts
         axes = {one.position.data for one in held.values()} if deals else set()
         self._axis = axes.pop() if len(axes) == 1 else _ALONE
 
@@ -130,7 +134,8 @@ class WholeSteps:
 
         assert parameter.grad is not None
         value, gradient, before = whole(parameter), whole(parameter.grad), states.get(parameter) or {}
-        state = {key: whole(one) if _is_like(one, parameter) else one for key, one in before.items()}
+        is_laid_out = self._layouts.is_laid_out
+        state = {key: whole(one) if is_laid_out(parameter, key, one) else one for key, one in before.items()}
         full = nn.Parameter(value.clone(), parameter.requires_grad)
         if is_kept:
             full.grad = gradient
@@ -183,16 +188,17 @@ class WholeSteps:
             states.pop(full, None)
             before = states.get(parameter) or {}
             held.write(full.detach())
-            kept = {key: self._kept(value, full, before.get(key), parameter) for key, value in after.items()}
+            kept = {key: self._kept(key, value, full, before.get(key), parameter) for key, value in after.items()}
+            self._layouts.note(parameter, {key for key, value in after.items() if not _is_like(value, full)})
         if kept:
             states[parameter] = kept
 
-    def _kept(self, value: Any, full: Tensor, before: Any, parameter: Tensor) -> Any:
+    def _kept(self, key: Any, value: Any, full: Tensor, before: Any, parameter: Tensor) -> Any:
         """Returns what a worker keeps of an entry of the state: its shard of a tensor with the parameter's shape."""
         if not _is_like(value, full):
             return value
         held = self._held[parameter]
-        is_there = _is_like(before, parameter) and before.dtype == value.dtype
+        is_there = self._layouts.is_laid_out(parameter, key, before) and before.dtype == value.dtype
         shard = before if is_there else parameter.detach().new_empty(parameter.shape, dtype=value.dtype)
         held.like(self._laid_out(shard, held)).write(value)
         return shard

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -166,7 +167,9 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
         tensor = _tensors_by_name(module)[first] if others else None
         for name in others:
             path, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(path), leaf, tensor)
+            part = module.get_submodule(path)
+            held_in: dict[str, Any] = part._parameters if leaf in part._parameters else part._buffers
+            held_in[leaf] = tensor  # a buffer that is a parameter, too, stays a buffer
     for submodule in fsdp_modules(module):
         submodule._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves,
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
 from moreh_ap.parallelizer.rng.shared_draws import Draw
-from moreh_ap.parallelizer.row_dims.common_decisions import of_several_rows
+from moreh_ap.parallelizer.row_dims.common_decisions import BesideOthers, of_several_rows
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
@@ -131,24 +131,32 @@ class Trial:
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
             wanted = [leaf.detach() for leaf in tensors_of(self._func(*args, **kwargs))]
         denominators, counts = ((), ()) if full is None else (full.global_denominators, full.local_denominators)
-        for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
-            results, counted, apart, ends = [], [], (ReadNumbers(), ReadNumbers()), (0, self._rows[0], total)
+
+        def run_apart(adds_up: bool, for_all: bool, *modes: AbstractContextManager[Any]) -> Sequence[Double] | None:
+            results, counted, ends = [], [], (0, self._rows[0], total)
             for which in (0, 1):
                 args, kwargs = self._slice_of((self._args, self._kwargs), which, adds_up, for_all)
                 reduction = GlobalReduction(self._device, denominators=denominators, rules=rules)
                 own = reduction if self.takes_means else nullcontext()
                 try:
-                    with streams_untouched(device), own, apart[which], drawing(*ends[which : which + 2]):
+                    with streams_untouched(device), own, modes[which], drawing(*ends[which : which + 2]):
                         made = tensors_of(self._func(*args, **kwargs))
                     counted.append(reduction.local_denominators)
                     check_denominators(counts if which else (), counted)
                     results.append([leaf.detach() for leaf in made])
                 except Exception:  # whatever the module raises for such slices: it does not work on them
-                    break
-            found = self._compare(wanted, results)
-            works = found is not None and not why_rows_meet(together, apart)
-            works = works and not of_several_rows(together.decisions, [one.decisions for one in apart])
-            if found is not None and works and all(isinstance(double.placement, Rows) for double in found):
+                    return None
+            return self._compare(wanted, results)
+
+        for adds_up, for_all in self._ways() if wanted and self._has_rows else ():
+            apart = ReadNumbers(), ReadNumbers()
+            found = run_apart(adds_up, for_all, *apart)
+            if found is None or why_rows_meet(together, apart):
+                continue
+            if which := of_several_rows(together.decisions, [one.decisions for one in apart]):
+                beside = run_apart(adds_up, for_all, BesideOthers(which), BesideOthers(which))
+                found = found if beside is not None else None
+            if found is not None and all(isinstance(double.placement, Rows) for double in found):
                 return self._step(adds_up, for_all, found), found
         return None
 

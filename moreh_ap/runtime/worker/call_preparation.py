@@ -18,7 +18,7 @@ from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.listed_arguments import ListedArguments
 from moreh_ap.parallelizer.call.parameter_writes import require_full_parameters
 from moreh_ap.parallelizer.call.reports import Reports
-from moreh_ap.parallelizer.call.roles import Roles
+from moreh_ap.parallelizer.call.roles import Roles, with_gradients
 from moreh_ap.parallelizer.call.state_passing import PassedState, find_passed_state, split_passed_state, with_tensors
 from moreh_ap.parallelizer.call.way_to_execute import Execute, way_to_execute
 from moreh_ap.parallelizer.compiling.compiled_blocks import as_written
@@ -137,6 +137,7 @@ class CallPreparation:
             random: The random numbers of the whole batch.
         """
         model, rows = self.model, command.rows
+        tensors = with_gradients(tensors, command.wants_grad)
         nesting = Nesting(signature.pickled_treespec, signature.pickled_constants)
         module = model.module.get_submodule(signature.path)
         carried = [is_local or (rows is not None and carries_rows(t, rows)) for t, is_local in zip(tensors, local)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call.execution import Execution, PastExecution
-from moreh_ap.parallelizer.call.roles import Roles
+from moreh_ap.parallelizer.call.roles import Roles, with_gradients
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
@@ -164,7 +164,7 @@ class CallCommands:
             own = arrived.rows(prepared.is_cut, share.start, share.stop)
         if prepared.cuts_heads is not None:
             own = prepared.cuts_heads(own)
-        own = [t.detach().requires_grad_() if wants else t for t, wants in zip(own, roles.wants_grad)]
+        own = with_gradients(own, roles.wants_grad)
         args, kwargs = prepared.nesting.fill(own)
         if prepared.keeps_no_cache:
             kwargs = without_cache(call.module if call.target is None else call.target, kwargs)

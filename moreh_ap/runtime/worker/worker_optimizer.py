@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from moreh_ap.parallelizer.data.norms import total_norm
 from moreh_ap.parallelizer.data.whole_steps import WholeSteps
 from moreh_ap.parallelizer.mesh import Position
+from moreh_ap.parallelizer.state.entry_layouts import EntryLayouts
 from moreh_ap.parallelizer.state.loading import Wanted, read
 from moreh_ap.parallelizer.state.state_shard import StateShard
 from moreh_ap.protocol.messages.optimizers import (
@@ -188,6 +189,7 @@ class WorkerOptimizer:
     ) -> None:
         cls = pickle.loads(command.pickled_class)
         self._parameters = [held for group in groups for held in group]
+        self._layouts = EntryLayouts()
         self._shards: dict[DTensor, nn.Parameter] = {}  # see [Note: shards as ordinary parameters]
         here = [[self._own(held) for held in group if held is not None] for group in groups]
         self._optimizer = _made(cls, here, command)
@@ -197,7 +199,8 @@ class WorkerOptimizer:
         of_parameters = {self._own(one): one for one in self._parameters if one is not None}
         self._stepping: Optimizer | WholeSteps = self._optimizer
         if command.needs_whole:
-            self._stepping = WholeSteps(self._optimizer, of_parameters, self._laid_out, deals=command.deals)
+            given = of_parameters, self._laid_out, self._layouts
+            self._stepping = WholeSteps(self._optimizer, *given, deals=command.deals)
         self._offloaded = OffloadedState(self._optimizer, step=self._stepping.step) if offload else None
         self._fuses = device.is_cuda and not offload and not self._is_on_host
         if self._fuses:
@@ -235,7 +238,7 @@ class WorkerOptimizer:
 
     def _laid_out(self, value: Tensor, held: StateShard) -> Tensor:
         """Returns a tensor of the state as its parameter is held: a DTensor in its memory if that is sharded."""
-        if not (isinstance(held.tensor, DTensor) and _is_like(value, self._own(held))):
+        if not (isinstance(held.tensor, DTensor) and value.dim() > 0 and value.shape == self._own(held).shape):
             return value
         seen = torch.empty_like(held.tensor, dtype=value.dtype, device=value.device, requires_grad=False)
         seen._local_tensor = value  # type: ignore[attr-defined]
@@ -248,9 +251,15 @@ class WorkerOptimizer:
         is left where it is.
         """
         held = self._parameters[index]
-        if held is not None and self._offloaded is not None and fetch:
-            self._offloaded.fetch(self._own(held))
-        return None if held is None else held.like(self._laid_out(self._optimizer.state[self._own(held)][key], held))
+        if held is None:
+            return None
+        own = self._own(held)
+        if self._offloaded is not None and fetch:
+            self._offloaded.fetch(own)
+        value = self._optimizer.state[own][key]
+        if not self._layouts.is_laid_out(own, key, value):
+            return StateShard(value, held.position, None, held.is_first)
+        return held.like(self._laid_out(value, held))
 
     def describe(self) -> dict[int, dict[str, Any]]:
         """The state by parameter index: a meta tensor for what is shaped like the parameter, else the value."""
@@ -259,8 +268,13 @@ class WorkerOptimizer:
             own = None if held is None else self._own(held)
             entries = None if own is None else self._optimizer.state.get(own)
             if held is not None and own is not None and entries:
-                described[index] = {key: _describe(value, own, held.shape) for key, value in entries.items()}
+                described[index] = {key: self._describe(key, value, own, held) for key, value in entries.items()}
         return described
+
+    def _describe(self, key: str, value: Any, own: Tensor, held: StateShard) -> Any:
+        if self._layouts.is_laid_out(own, key, value):
+            return torch.empty(held.shape, dtype=value.dtype, device="meta")
+        return value.detach().cpu() if isinstance(value, Tensor) else value
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Replace the state; tensors shaped like their parameter are laid out like it."""
@@ -275,6 +289,7 @@ class WorkerOptimizer:
                 if own in fused and "step" in decoded:  # such a step counts on the device
                     decoded["step"] = decoded["step"].to(own.device)
                 self._optimizer.state[own] = decoded
+                self._layouts.note(own, {key for key, value in entries.items() if _shape(value) != held.shape})
                 if self._offloaded is not None:
                     self._offloaded.put_away(own)
 
@@ -283,8 +298,9 @@ class WorkerOptimizer:
         optimizer = self._optimizer
         own = {name: value for name, value in vars(optimizer).items() if name not in _MADE_ANEW and name[:1] != "_"}
         states = [None if held is None else optimizer.state.get(self._own(held)) for held in self._parameters]
+        complete = [None if held is None else self._layouts.complete(self._own(held)) for held in self._parameters]
         groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        return {"own": own, "states": states, "groups": groups}
+        return {"own": own, "states": states, "complete": complete, "groups": groups}
 
     def states(self) -> Iterator[tuple[int, str, Tensor, StateShard]]:
         """Yields the tensors of the state that are laid out like their parameters: number, key, tensor, parameter.
@@ -296,16 +312,17 @@ class WorkerOptimizer:
                 continue
             own = self._own(shard)
             for key, value in self._optimizer.state.get(own, {}).items():
-                if isinstance(value, Tensor) and _is_like(value, own):
+                if self._layouts.is_laid_out(own, key, value):
                     yield index, key, value, shard
 
     def put_back(self, held: Mapping[str, Any]) -> None:
         """Takes over what `held` has returned in another process."""
         vars(self._optimizer).update(held["own"])
         self._optimizer.state.clear()
-        for shard, state in zip(self._parameters, held["states"]):
+        for shard, state, complete in zip(self._parameters, held["states"], held["complete"]):
             if shard is not None and state is not None:
                 self._optimizer.state[self._own(shard)] = state
+                self._layouts.note(self._own(shard), complete)
         for group, values in zip(self._optimizer.param_groups, held["groups"]):
             group.update(values)
 
@@ -322,7 +339,7 @@ class WorkerOptimizer:
         tensor = value.tensor() if isinstance(value, TensorData) else value
         if not isinstance(tensor, Tensor):
             return tensor
-        if tuple(tensor.shape) != held.shape:
+        if _shape(tensor) != held.shape:
             is_on_device = value.on_device if isinstance(value, TensorData) else tensor.dim() > 0
             return tensor.to(held.local.device) if is_on_device else tensor
         local = torch.zeros_like(self._own(held), dtype=tensor.dtype, requires_grad=False)
@@ -367,14 +384,6 @@ def _position(held: StateShard | None) -> Position:
     return held.position
 
 
-def _is_like(value: Tensor, parameter: Tensor) -> bool:
-    """Whether a tensor of the state has a value for each element of its parameter."""
-    return value.dim() > 0 and value.shape == parameter.shape
-
-
-def _describe(value: Any, parameter: Tensor, shape: tuple[int, ...]) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if _is_like(value, parameter):
-        return torch.empty(shape, dtype=value.dtype, device="meta")
-    return value.detach().cpu()
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """Returns the shape of a tensor of the state as it is sent, saved or held; None for other values."""
+    return tuple(value.shape) if isinstance(value, (Tensor, TensorData, SavedTensor)) else None

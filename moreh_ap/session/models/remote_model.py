@@ -151,7 +151,9 @@ class RemoteModel:
 
     def attach(self) -> None:
         """Makes the model's tensors refer to the values on the workers."""
-        on_workers = {name: tensor for name, tensor in self.buffers.items() if name not in self._set_buffers}
+        own = {*map(id, self.parameters.values())}  # a buffer may be a parameter, too, until a hook replaces it
+        buffers = ((name, one) for name, one in self.buffers.items() if id(one) not in own)
+        on_workers = {name: tensor for name, tensor in buffers if name not in self._set_buffers}
         for kind, tensors in (("param", self.parameters), ("buffer", on_workers)):
             for name, tensor in tensors.items():
                 tensor._cell.value = OnWorkers(self.holder, StateRef(self.owner, kind, name))
@@ -349,7 +351,8 @@ class RemoteModel:
         members = _registered_members(self.modules)
         if len(members) == len(self._members) and not any(map(operator.is_not, members, self._members)):
             return False
-        known = {id(buffer) for name, buffer in self.root.named_buffers() if name in self._set_buffers}
+        names = self._set_buffers | self.script_hooks.buffers
+        known = {id(buffer) for name, buffer in self.root.named_buffers() if name in names}
         pairs = zip(members, self._members)
         return len(members) != len(self._members) or any(now is not was and id(now) not in known for now, was in pairs)
 

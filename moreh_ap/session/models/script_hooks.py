@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import cloudpickle
 import torch
@@ -25,7 +25,9 @@ from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.added_members import is_of_library
 from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook
+from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.rng_state import host_untouched
+from moreh_ap.session.state_tensors import StateHolder
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
 _BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
@@ -40,6 +42,14 @@ def replaying() -> bool:
 
 class HookedModel(Protocol):
     """A model whose hooks run in the controller."""
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def holder(self) -> StateHolder: ...
+
+    def path_of(self, module: nn.Module) -> str: ...
 
     def note_replayed(self) -> None: ...
 
@@ -108,6 +118,10 @@ class ScriptHooks:
         self.any = bool(self._hooks)
         self.attributes: set[str] = set()
         """Names of attributes that hooks set, as on the workers."""
+        self.buffers: set[str] = set()
+        """Names of buffers that hooks replace, as on the workers, which have their values."""
+        self._leaving_buffers: set[int] = set()
+        """Keys of hooks that have run here and have written into no buffer of their module."""
         if self._hooks:
             self._refuse(plan)
 
@@ -177,7 +191,7 @@ class ScriptHooks:
                 ((number, given),), indices = seen.items(), next(order)
                 if number < len(self._hooks):
                     if position >= done:
-                        self._run(self._hooks[number], given)
+                        self._run(self._hooks[number], given, call.model)
                 else:
                     module = self._differentiated[number - len(self._hooks)]
                     self._watch(call, module, given, indices[number])
@@ -202,15 +216,35 @@ class ScriptHooks:
                     fix="model.eval(); model(batch); model.train()  # once, after the hook is registered",
                 )
 
-    def _run(self, hook: _Hook, given: tuple[Any, ...]) -> None:
+    def _run(self, hook: _Hook, given: tuple[Any, ...], model: HookedModel) -> None:
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
-        is_sent = hook.key in self._sent
+        is_sent, buffers = hook.key in self._sent, hook.module._buffers
+        before = dict(buffers)
+        if is_sent and hook.key not in self._leaving_buffers:
+            copies = {name: one.detach().clone() for name, one in buffers.items() if _may_be_written_into(one)}
+            buffers.update(copies)
+        begun = {name: (one, one._version) for name, one in buffers.items() if one is not None}
         with contextlib.ExitStack() as stack:
             if is_sent:  # its random numbers were drawn on the workers
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 stack.enter_context(host_untouched())
             returned = hook.run(hook.module, *given)
+        if is_sent:  # it began here with what the workers have after it, which counts
+            has_written = any(one._version != version for one, version in begun.values())
+            if not has_written:
+                self._leaving_buffers.add(hook.key)
+            elif hook.key in self._leaving_buffers:
+                raise UnsupportedError(
+                    f"{_name(hook.run)}, a hook on a {type(hook.module).__name__}, writes into a buffer, and did not "
+                    "in its first run.",
+                    allowed="Hooks that write into buffers each time, or put other tensors in their place.",
+                    fix="module.total = module.total + value  # instead of module.total += value",
+                )
+            for name, one in before.items():
+                is_new = name not in begun or buffers.get(name) is not begun[name][0]
+                is_parameter = is_new and isinstance(one, nn.Parameter) and buffers.get(name) is not None
+                buffers[name] = _on_workers(model, hook.module, name) if is_parameter else one
         changed = versions != [tensor._version for tensor in tensors]
         if changed or (returned is not None and not is_sent):
             raise UnsupportedError(
@@ -238,6 +272,18 @@ class ScriptHooks:
                     hook(module, grad_inputs, grad_outputs)
 
         call.watch([index for index in wanted if index is not None], run)
+
+
+def _may_be_written_into(buffer: Tensor | None) -> TypeGuard[Tensor]:
+    """Returns whether a buffer of a module may be one that a hook counts in."""
+    return buffer is not None and not isinstance(buffer, nn.Parameter) and buffer.grad_fn is None
+
+
+def _on_workers(model: HookedModel, module: nn.Module, name: str) -> Tensor:
+    """Returns a buffer of a module as the workers have it."""
+    path, own = f"{model.path_of(module)}.{name}".lstrip("."), module._buffers[name]
+    assert own is not None
+    return model.holder.handle(StateRef(model.owner, "buffer", path), own.detach())
 
 
 def _top_level(given: Any, indices: Any) -> list[int | None]:

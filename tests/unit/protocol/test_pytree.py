@@ -98,6 +98,18 @@ def test_a_circle_through_objects_of_two_classes_and_a_dataclass() -> None:
     assert made.following.y["ring"] is made and made.following.x.shape == (1,) and torch.equal(made.x, torch.ones(2))
 
 
+def test_lists_and_dicts_of_parameters_nest_and_keep_the_graphs_of_tensors_in_them() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
+    leaves, treespec = flatten((nn.ParameterList([first, second]), nn.ParameterDict({"scale": first})))
+    assert [id(leaf) for leaf in leaves] == [id(first), id(second), id(first)]
+    computed = [leaf * 2 for leaf in leaves]
+    values, named = tree_unflatten(computed, treespec)
+    assert isinstance(values, nn.ParameterList) and isinstance(named, nn.ParameterDict)
+    assert [*values, values[-1], *values[1:], named["scale"]] == [*computed[:2], *[computed[1]] * 2, computed[2]]
+    assert len(list(values.parameters())) == 2 and dict(named.items()).keys() == {"scale"}
+    assert flatten((values, named))[0][0] is computed[0]
+
+
 def test_named_tuples_that_a_forward_defines_nest_alike() -> None:
     def spec(name: str, *fields: str) -> TreeSpec:
         return flatten(namedtuple(name, fields)(*(torch.ones(2) for _ in fields)))[1]  # type: ignore[misc]

@@ -220,16 +220,18 @@ def _states_of(refs: Sequence[Any], owner: str, copies: Sequence[_Copy]) -> dict
     """Returns the state of an optimizer by parameter number, every tensor whole."""
     found: dict[int, dict[str, Any]] = {}
     for index, ref in enumerate(refs):
-        states = [(part, one.held["optimizers"][owner]["states"][index]) for one, part in
-                  _having(("parameter", ref.owner, ref.name), copies)]  # fmt: skip
-        having = [(part, state) for part, state in states if state]
+        optimizers = [(part, one.held["optimizers"][owner]) for one, part in
+                      _having(("parameter", ref.owner, ref.name), copies)]  # fmt: skip
+        held = [(part, one["states"][index], one["complete"][index]) for part, one in optimizers]
+        having = [(part, state) for part, state, _ in held if state]
         if not having:
             continue
+        complete = next(keys for _, state, keys in held if state)
         entries: dict[str, Any] = {}
         for key, value in having[0][1].items():
             if not isinstance(value, Tensor):
                 entries[key] = value
-            elif value.dim() > 0 and tuple(value.shape) == having[0][0].size:
+            elif value.dim() > 0 and tuple(value.shape) == having[0][0].size and key not in complete:
                 entries[key] = _whole(having[0][0].shape, [(part.pieces, state[key]) for part, state in having])
             else:
                 entries[key] = value.clone()

@@ -32,7 +32,7 @@ class Noting(nn.Module):
 def test_a_buffer_with_a_graph_can_be_written_into_where_it_is_passed():
     model, passed = Noting(), torch.ones(1, requires_grad=True)
     run = PassedState().around_forward({}, model, lambda args, kwargs: model(*args, **kwargs))
-    run((torch.ones(1),), {PASSED_STATE: {"value": passed}})
+    run(*PassedState().prepared(model, (torch.ones(1),), {PASSED_STATE: {"value": passed}}))
     assert model.value.tolist() == [2.0] and passed.tolist() == [1.0]
 
 
