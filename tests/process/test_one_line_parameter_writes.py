@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
+from moreh_ap.errors import UnsupportedError
+
 WHOLE = "Every device computes the whole batch"
 
 
@@ -188,6 +190,25 @@ def test_micro_batches_would_change_a_parameter_once_each(accelerator, capsys):
     accelerator("replicate=2,micro_batches=2")
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
     assert "the forward changes parameter target" in capsys.readouterr().out
+
+
+class Momentum(nn.Module):
+    """As MoCo: an encoder that follows another by what it gets in place of its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder_q, self.encoder_k = nn.Linear(6, 4), nn.Linear(6, 4).requires_grad_(False)
+
+    def forward(self, x):
+        for q, k in zip(self.encoder_q.parameters(), self.encoder_k.parameters()):
+            k.data = k.data * 0.9 + q.data * 0.1
+        return (self.encoder_q(x) * self.encoder_k(x)).sum(1)
+
+
+def test_a_parameter_that_is_sharded_gets_no_other_memory_in_forward(accelerator):
+    accelerator("shard=2")
+    with pytest.raises(UnsupportedError, match=r"forward changes the parameter encoder_k\.weight itself"):
+        Momentum().to("cuda")(torch.randn(8, 6).to("cuda")).sum().item()
 
 
 class SkipGram(nn.Module):

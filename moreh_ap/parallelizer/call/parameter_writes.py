@@ -18,13 +18,15 @@ gradient from there on: then an error says so.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -32,9 +34,11 @@ from torch.utils.hooks import RemovableHandle
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.data.fsdp import has_others_in_place
 from moreh_ap.parallelizer.data.outer_layers import unnoticed
+from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by
 from moreh_ap.plan import Plan
 
 _IS_REPLACED = "_moreh_is_replaced"
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WrittenParameters(TorchDispatchMode):
@@ -54,8 +58,10 @@ class WrittenParameters(TorchDispatchMode):
         self._values: dict[str, Tensor] = {}
         self.names: list[str] = []
         self.state: dict[str, Tensor] = {}
+        self._setting = _SettingData(self._note_set) if self._has_others else nullcontext()
 
     def __enter__(self) -> WrittenParameters:
+        self._setting.__enter__()
         self._before = {name: (parameter, parameter.detach()) for name, parameter in self._plain().items()}
         self._memory = {_address(tensor): name for name, (_, tensor) in self._before.items()}
         super().__enter__()
@@ -63,6 +69,7 @@ class WrittenParameters(TorchDispatchMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
+        self._setting.__exit__(*raised)
         for name, (parameter, before) in self._before.items():
             if parameter.data_ptr() != before.data_ptr():  # ``parameter.data = other``
                 if name not in self._values:
@@ -89,6 +96,12 @@ class WrittenParameters(TorchDispatchMode):
                     self._values[name] = full.detach().clone()
         return func(*args, **kwargs)
 
+    def _note_set(self, tensor: Tensor) -> None:
+        """Notes ``parameter.data = other`` of a tensor in another's place, which is not there afterwards."""
+        name = next((name for name, parameter in self._plain().items() if parameter is tensor), None)
+        if name is not None and name not in self._before and name not in self.names:
+            self.names.append(name)
+
     def _plain(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that have memory of their own; in a forward also the tensors that replace others."""
         with unnoticed():
@@ -97,6 +110,19 @@ class WrittenParameters(TorchDispatchMode):
                 for name, parameter in self._module.named_parameters()
                 if type(parameter) in (nn.Parameter, Tensor) and not parameter.is_meta and parameter.numel()
             }
+
+
+class _SettingData(TorchFunctionMode):
+    """Inside, tensors to which the forward gives the memory of others are told to `note`."""
+
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _SET_DATA and not is_called_by(GATHERING):
+            self._note(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _address(tensor: Tensor) -> int:

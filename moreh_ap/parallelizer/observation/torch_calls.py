@@ -84,6 +84,11 @@ def leaves_of(value: Any) -> list[Any]:
     return found
 
 
+def tensors_of(result: Any) -> list[Tensor]:
+    """Returns the tensors in the result of a torch function."""
+    return [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
+
+
 def names(*lines: str) -> frozenset[str]:
     """Returns the names of functions that stand in lines, between spaces."""
     return frozenset(" ".join(lines).split())

@@ -27,7 +27,7 @@ from moreh_ap.parallelizer.data.row_gathering import has_first_rows
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
-from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves, names
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves, names, tensors_of
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
 from moreh_ap.parallelizer.rng.shared_draws import Draw
@@ -153,10 +153,10 @@ class Trial:
             found = run_apart(adds_up, for_all, *apart)
             if found is None or why_rows_meet(together, apart):
                 continue
-            if which := of_several_rows(together.decisions, [one.decisions for one in apart]):
-                beside = run_apart(adds_up, for_all, BesideOthers(which), BesideOthers(which))
-                found = found if beside is not None else None
-            if found is not None and all(isinstance(double.placement, Rows) for double in found):
+            which = of_several_rows(together.decisions, [one.decisions for one in apart])
+            if which and run_apart(adds_up, for_all, BesideOthers(which), BesideOthers(which)) is None:
+                continue
+            if all(isinstance(double.placement, Rows) for double in found):
                 return self._step(adds_up, for_all, found), found
         return None
 
@@ -338,11 +338,6 @@ class Trial:
             raise Refused("batch normalisation gets rows elsewhere than in dim 0")
         found = cut(result, double.placement, self._rows)
         return Step(self._name, results=(found.placement,)), result, [found]
-
-
-def tensors_of(result: Any) -> list[Tensor]:
-    """Returns the tensors in the result of a torch function."""
-    return [leaf for leaf in leaves_of(result) if isinstance(leaf, Tensor)]
 
 
 def with_numbers(arguments: Any, follows: Sequence[RowCount], rows: int) -> Any:

@@ -28,7 +28,7 @@ from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
 from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.recorded_calls import Called
-from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of
+from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of, tensors_of
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import Draw
 from moreh_ap.parallelizer.row_dims.dealt_modules import dealt_along
@@ -37,7 +37,7 @@ from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
-from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, tensors_of, with_numbers
+from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, with_numbers
 from moreh_ap.parallelizer.trial.row_comparison import close
 
 _HARMLESS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
