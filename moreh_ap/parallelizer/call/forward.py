@@ -293,7 +293,7 @@ def _run(call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def kinds_in_order(known: Sequence[str], leaves: Sequence[Any], is_gathered: bool) -> tuple[str, ...]:
     """Returns the kinds of a result that has more or fewer leaves than before: the tags of sequences, of which each
-    has as many as it has words.
+    has as many as it has words, or the caches of those layers that were not dropped.
 
     Args:
         known: The kinds of the leaves that there were before.
@@ -306,7 +306,14 @@ def kinds_in_order(known: Sequence[str], leaves: Sequence[Any], is_gathered: boo
     """
     of_tensors = [kind for kind in known if kind in ("rows", "share", "same")]
     others = set(known) - {"const", *of_tensors}
-    if not is_gathered or others or len(of_tensors) != sum(isinstance(leaf, Tensor) for leaf in leaves):
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    first = of_tensors.index("rows") if "rows" in of_tensors else len(of_tensors)
+    behind_losses = of_tensors[first:]
+    has_list_of_rows = len(behind_losses) > 1 and set(behind_losses) == {"rows"} and set(known) == set(of_tensors)
+    are_alike = [leaf.ndim > 0 for leaf in tensors] == [at >= first for at in range(max(len(tensors), first + 1))]
+    if has_list_of_rows and are_alike:
+        return (*of_tensors[:first], *("rows" for _ in tensors[first:]))
+    if not is_gathered or others or len(of_tensors) != len(tensors):
         raise ExactnessError(
             f"A forward returns {len(leaves)} values, and returned {len(known)} before.",
             "results with as many values in every call of a kind",

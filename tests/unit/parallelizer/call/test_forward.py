@@ -8,6 +8,8 @@ import torch
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.forward import kinds_in_order
 
+LOSS, ROWS = torch.tensor(1.0), torch.zeros(4, 2)
+
 
 def test_more_constants_beside_as_many_tensors():
     leaves = [torch.ones(()), 3, 1, 2, torch.ones(4)]
@@ -26,3 +28,23 @@ def test_more_constants_beside_as_many_tensors():
 def test_what_is_not_clear_is_refused(known, leaves, is_gathered):
     with pytest.raises(ExactnessError, match=f"returns {len(leaves)} values, and returned {len(known)} before"):
         kinds_in_order(known, leaves, is_gathered)
+
+
+def test_caches_of_layers_that_were_not_dropped_have_rows():
+    known = ("share", "rows", "rows", "rows", "rows")
+    assert kinds_in_order(known, [LOSS, ROWS, ROWS], is_gathered=False) == ("share", "rows", "rows")
+    assert kinds_in_order(known[1:], [ROWS] * 6, is_gathered=False) == ("rows",) * 6
+
+
+@pytest.mark.parametrize(
+    ("known", "leaves"),
+    [
+        (("share", "rows", "rows"), [ROWS, ROWS]),  # without the loss
+        (("share", "rows", "rows"), [LOSS]),
+        (("share", "rows", "same"), [LOSS, ROWS]),
+        (("share", "share", "rows", "rows"), [LOSS, ROWS]),
+    ],
+)
+def test_rows_that_may_be_others_are_refused(known, leaves):
+    with pytest.raises(ExactnessError, match="returned"):
+        kinds_in_order(known, leaves, is_gathered=False)
