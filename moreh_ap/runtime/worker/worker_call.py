@@ -164,7 +164,7 @@ class CallCommands:
             own = arrived.rows(prepared.is_cut, share.start, share.stop)
         if prepared.cuts_heads is not None:
             own = prepared.cuts_heads(own)
-        own = with_gradients(own, roles.wants_grad)
+        own = with_gradients(own, roles.wants_grad) if True in roles.wants_grad else own
         args, kwargs = prepared.nesting.fill(own)
         if prepared.keeps_no_cache:
             kwargs = without_cache(call.module if call.target is None else call.target, kwargs)
