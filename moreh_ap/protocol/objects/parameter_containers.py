@@ -15,7 +15,7 @@ class PassedParameterList(nn.ParameterList):
     """A list whose tensors stay what they are: PyTorch's would make parameters of them, cut off from their graph."""
 
     def __setitem__(self, idx: int, param: Any) -> None:
-        _put(self, self._get_abs_string_index(idx), param)
+        _put(self, str(range(len(self))[idx]), param)
 
 
 class PassedParameterDict(nn.ParameterDict):
@@ -23,7 +23,7 @@ class PassedParameterDict(nn.ParameterDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._keys[key] = None
-        _put(self, self._key_to_attr(key), value)
+        _put(self, key, value)
 
 
 def _put(container: nn.Module, name: str, value: Any) -> None:
