@@ -115,6 +115,49 @@ def test_weights_among_the_arguments(accelerator: Callable[[str], Session], monk
     assert_same(*on_both(script))
 
 
+class Gate(nn.Module):
+    """Nothing comes through while it is zero."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.trained = kind, nn.Parameter(torch.zeros(()))
+        self.register_buffer("set_by_the_script", torch.zeros(()))
+
+    def forward(self, y: Tensor) -> Tensor:
+        gate = self.set_by_the_script if self.kind == "buffer" else self.trained.square()
+        return y + gate * (y - y.mean(0))
+
+
+class Gated(nn.Module):
+    def __init__(self, kind: str, meets: bool) -> None:
+        super().__init__()
+        self.layer, self.gate, self.meets = nn.Linear(6, 3), Gate(kind), meets
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gate(self.layer(x))
+        return (y @ y.t()).softmax(1) if self.meets else y
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("kind", ["buffer", "square"])
+def test_a_gate_that_is_zero_in_the_first_calls(accelerator: Callable[[str], Session], kind, meets):
+    def script(device: str) -> object:
+        model, trace = Gated(kind, meets).to(device), []
+        x = torch.randn(8, 6).to(device)
+        for step in range(3):
+            model.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            trace += [loss, model.layer.weight.grad.clone()]
+            with torch.no_grad():
+                for gate in (model.gate.trained, model.gate.set_by_the_script):
+                    gate.add_(step)
+        return trace
+
+    accelerator("replicate=2")
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
 DECISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "any": lambda x, y: y * 2 if (x > 5).any() else y,
     "all": lambda x, y: y if (x < 5).all() else y * 2,

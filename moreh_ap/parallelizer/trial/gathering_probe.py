@@ -26,6 +26,7 @@ from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Ste
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt
+from moreh_ap.parallelizer.trial.hidden_terms import filled, own_zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import ALL_ROUNDING, ROUNDING, SMALLEST, JoinedProbe
 from moreh_ap.parallelizer.trial.lockstep import Lockstep
 from moreh_ap.parallelizer.trial.row_comparison import close
@@ -92,6 +93,18 @@ class GatheringProbe(JoinedProbe):
         return found if everywhere(found is not None, self.call) else None
 
     def _steps_of(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
+        """Returns the steps of one way: with others in place of zeros, if the forward goes the same way with them. What
+        a gate of zero lets through would not show. See `hidden_terms.py`."""
+        steps, zeros = self._learned(host, fewer), own_zeros_of(self.call.module)
+        if everywhere(not zeros, self.call):
+            return steps
+        with filled(zeros):
+            calls = list[Sequence[Called]]()
+            failed = attempt(lambda: calls.append(self._record(host, self._first)[0]), self.call.module)
+            goes_as_well = not failed and _names(calls[0]) == _names(fewer)
+            return self._learned(host, calls[0]) if everywhere(goes_as_well, self.call) else steps
+
+    def _learned(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
         number, first = len(self._chosen), len(self._first)
         others, _ = self._record(host, self._chosen[-first:])
         lockstep = Lockstep(

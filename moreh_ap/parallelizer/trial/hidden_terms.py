@@ -7,7 +7,7 @@ A forward that returns ``loss.sum() + self.penalty`` gives summands for slices o
 zero, and ``x + self.gate * (x - x.mean(0))`` gives rows as long as the gate is. Training makes them something else.
 Gradients of a trial show the gate, but neither a buffer nor the square of a parameter, and evaluation has none. So
 calls whose results add up, or that have no gradients, are compared a second time with other values in place of zeros.
-So are all that are given zeros, such as a coefficient that has yet to grow: they want no gradients of it.
+So are all that are given zeros, such as a coefficient that has yet to grow, and all whose own modules hold zeros.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _FILLING = 0.1
 
 def zeros_of(module: nn.Module) -> list[Tensor]:
     """Returns what this worker has of those parameters and buffers of a model that are zero everywhere."""
-    shards = (local_shard(tensor) for tensor in itertools.chain(module.parameters(), module.buffers()))
-    with torch.no_grad():
-        return [shard.detach() for shard in shards if _is_filled_with_zeros(shard)]
+    return _zeros_among(module, True)
+
+
+def own_zeros_of(module: nn.Module) -> list[Tensor]:
+    """Returns the same of modules that are not PyTorch's, whose biases do nothing else when they are no longer zero."""
+    return [zero for submodule in module.modules() if _is_own(submodule) for zero in _zeros_among(submodule, False)]
 
 
 def with_filled(leaves: list[Any], rows: int) -> list[Any]:
@@ -63,6 +66,17 @@ def filled(zeros: list[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor in zeros:
                 tensor.data.zero_()
+
+
+def _zeros_among(module: nn.Module, recurse: bool) -> list[Tensor]:
+    tensors = itertools.chain(module.parameters(recurse), module.buffers(recurse))
+    with torch.no_grad():
+        return [shard.detach() for shard in map(local_shard, tensors) if _is_filled_with_zeros(shard)]
+
+
+def _is_own(module: nn.Module) -> bool:
+    kinds = (kind.__module__ for kind in type(module).__mro__)
+    return not next(name for name in kinds if not name.startswith("torch.distributed.")).startswith("torch.")
 
 
 def _is_filled_with_zeros(shard: Tensor) -> bool:

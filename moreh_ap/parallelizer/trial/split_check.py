@@ -50,7 +50,7 @@ from moreh_ap.parallelizer.statistics.parts_probe import NOT_WHOLE, PartsProbe
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gathering_probes
-from moreh_ap.parallelizer.trial.hidden_terms import filled, with_filled, zeros_of
+from moreh_ap.parallelizer.trial.hidden_terms import filled, own_zeros_of, with_filled, zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.parallelizer.trial.probe_verdict import verdict_of
@@ -347,9 +347,9 @@ class _Trials:
     def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Returns what was found, or why it is refused with other values in place of zeros. See `hidden_terms.py`."""
         kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
-        zeros = zeros_of(self._call.module)
-        shows_gates = "share" not in kinds and probe.call.grad  # by their gradients
-        is_told = everywhere(not zeros or shows_gates, self._call)
+        adds_up = "share" in kinds or not probe.call.grad
+        zeros = zeros_of(self._call.module) if adds_up else own_zeros_of(self._call.module)
+        is_told = everywhere(not zeros, self._call)
         for leaves in self._fillings():
             if leaves is self._leaves and is_told:
                 break
