@@ -347,8 +347,8 @@ class _Trials:
     def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Returns what was found, or why it is refused with other values in place of zeros. See `hidden_terms.py`."""
         kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
-        adds_up = "share" in kinds or not probe.call.grad
-        zeros = zeros_of(self._call.module) if adds_up else own_zeros_of(self._call.module)
+        of_all = "share" in kinds or not probe.call.grad
+        zeros = (zeros_of if of_all else own_zeros_of)(self._call.module)
         is_told = everywhere(not zeros, self._call)
         for leaves in self._fillings():
             if leaves is self._leaves and is_told:
@@ -357,8 +357,7 @@ class _Trials:
             with filled(zeros):
                 again = verdict_of(self._like(probe, *tree_unflatten(leaves, self._spec)))
             if again.could_run or leaves is self._leaves:  # else the argument has to be zero
-                as_others = replace(found, kinds=again.kinds, attributes=again.attributes)
-                return as_others if again.split else replace(again, could_run=found.could_run)
+                return found.with_results_of(again) if again.split else replace(again, could_run=found.could_run)
         return found
 
     def _with_equal_rows(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:

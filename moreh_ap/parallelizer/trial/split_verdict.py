@@ -96,6 +96,11 @@ class SplitVerdict:
         """Whether this is true of batches of one size only."""
         return self.sizes is not None and len(self.sizes) == 1
 
+    def with_results_of(self, other: SplitVerdict) -> SplitVerdict:
+        """Returns this verdict with what another knows of the results."""
+        found = replace(self, kinds=other.kinds, attributes=other.attributes)
+        return replace(found, places=other.places, attribute_places=other.attribute_places)
+
     def placed(self, rows: int) -> PlacedRows | None:
         """Returns what has to be cut and gathered around a forward on some of so many rows; None if nothing."""
         if self.steps or (self.dims is None and not self.places):
