@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 _MOST_NUMBERS = 16
+"""Entries of a tensor among the arguments that may be coefficients or flags: more are data, such as a mask."""
 
 
 def num_rows(leaves: Sequence[Any]) -> int | None:

@@ -25,15 +25,20 @@ from moreh_ap.parallelizer.row_dims.selections import Selections
 
 DECIDE = "rows decide together what the forward does with each of them"
 _TRUE_BESIDE_OTHERS = {"any": True, "contains": True, "all": False, "equal": False, "allclose": False}
+"""Answers that other rows can bring about, never the opposite ones."""
 _LARGEST = {"max": 1.0, "amax": 1.0, "min": -1.0, "amin": -1.0}
+"""In which direction other rows can move what is found."""
 _KEEPS = names(
     "to float double half bfloat16 detach clone view reshape squeeze cpu cuda contiguous item add mul div sub"
 )
+"""Functions of a largest number whose result goes to the same side of whatever it is compared with."""
 _COMPARES = names("lt le gt ge less greater less_equal greater_equal")
 _SWITCHES = _COMPARES | names(
     "clamp clip clamp_min clamp_max relu maximum minimum floor ceil round sign item float tolist bool"
 )
+"""Functions whose result changes its way at some number: these get a number far away."""
 _FAR = 1e4
+"""How far: this many times the number and one."""
 ASKS = "asks how many"
 """What it is called that a forward asks how many entries a function has found."""
 

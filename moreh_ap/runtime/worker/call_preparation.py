@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.listed_arguments import ListedArguments
+from moreh_ap.parallelizer.call.opened_forward import join_opened_blocks
 from moreh_ap.parallelizer.call.parameter_writes import require_full_parameters
 from moreh_ap.parallelizer.call.reports import Reports
 from moreh_ap.parallelizer.call.roles import Roles, with_gradients
@@ -28,7 +29,6 @@ from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
-from moreh_ap.parallelizer.trial.opened_forward import join_opened_blocks
 from moreh_ap.parallelizer.trial.split_call import Batch, batch_of, split_call, why_whole
 from moreh_ap.parallelizer.trial.split_check import check_other_dims, check_split
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict, Verdicts, may_lack_rows
