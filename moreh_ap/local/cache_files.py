@@ -1,15 +1,19 @@
 """Files in which a machine remembers what was found out on it.
 
 Decides where they are and how they are written. Must not know their content. People may read a file, and delete it at
-any time; a broken file counts as empty.
+any time; a broken file counts as empty. Several processes may write one: each adds its entry to those of the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 FOLDER_VARIABLE = "MOREH_AP_CACHE"
 
@@ -35,12 +39,15 @@ def write_whole(path: Path, text: str) -> None:
 class CacheFile:
     """Entries by key, in a file below `MOREH_AP_CACHE`, or else below `~/.cache/moreh_ap`.
 
+    Where the file cannot be written, a process knows its own entries as long as it runs.
+
     Args:
         name: Name of the file.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._unwritten: dict[tuple[Path, str], dict[str, Any]] = {}
 
     @property
     def path(self) -> Path:
@@ -50,7 +57,7 @@ class CacheFile:
     def look_up(self, key: str) -> dict[str, Any] | None:
         """Returns the entry of this key, None if there is none."""
         entry = self._read().get(key)
-        return entry if isinstance(entry, dict) else None
+        return entry if isinstance(entry, dict) else self._unwritten.get((self.path, key))
 
     def keep(self, key: str, entry: dict[str, Any]) -> None:
         """Writes an entry.
@@ -58,7 +65,11 @@ class CacheFile:
         Raises:
             OSError: The file cannot be written.
         """
-        write_whole(self.path, json.dumps({**self._read(), key: entry}, indent=1, ensure_ascii=False) + "\n")
+        path = self.path
+        self._unwritten[path, key] = entry
+        with _alone(path):
+            write_whole(path, json.dumps({**self._read(), key: entry}, indent=1, ensure_ascii=False) + "\n")
+        del self._unwritten[path, key]
 
     def _read(self) -> dict[str, Any]:
         try:
@@ -66,3 +77,17 @@ class CacheFile:
         except (OSError, ValueError):
             return {}  # there is none yet, or it is broken: it is written anew
         return entries if isinstance(entries, dict) else {}
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Waits until no other process changes a file. Where the file system has no locks, none is waited for.
+
+    Raises:
+        OSError: Its folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(NotImplementedError):  # so says the library for such a file system
+            held.enter_context(FileLock(f"{path}.lock"))
+        yield

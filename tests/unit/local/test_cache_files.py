@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,23 @@ def test_a_broken_file_counts_as_empty_and_is_written_anew(file, text):
     assert file.look_up("one") is None
     file.keep("one", {"value": 1})
     assert file.look_up("one") == {"value": 1}
+
+
+def test_processes_that_keep_at_the_same_time_lose_none_of_their_entries(file):
+    keeps = "import sys; from moreh_ap.local.cache_files import CacheFile; file = CacheFile('found.json')\n"
+    keeps += "for number in range(100): file.keep(f'{sys.argv[1]} {number}', {'value': number})"
+    processes = [subprocess.Popen([sys.executable, "-c", keeps, name]) for name in ("one", "two", "three")]
+    assert [process.wait(timeout=60) for process in processes] == [0, 0, 0]
+    assert len(json.loads(file.path.read_text(encoding="utf-8"))) == 300
+
+
+def test_where_a_file_cannot_be_written_a_process_knows_its_own_entries(file, monkeypatch):
+    file.keep("one", {"value": 1})
+    monkeypatch.setenv(FOLDER_VARIABLE, "/proc/none")
+    assert file.look_up("one") is None, "it is another file"
+    with pytest.raises(OSError, match="none"):
+        file.keep("two", {"value": 2})
+    assert file.look_up("two") == {"value": 2}
 
 
 def test_a_reader_never_sees_half_of_a_file(tmp_path, monkeypatch):
