@@ -7,8 +7,9 @@ Looked at are parts whose class is the user's; what classes of libraries keep fo
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -82,6 +83,58 @@ class Attributes:
                     self.buffers.add(full_name(path, name))
                 if self.buffers and full_name(path, name) in self.buffers:
                     yield full_name(path, name), buffer
+
+
+class HeldAttributes:
+    """What the user's parts of a model have in attributes now, to be put back.
+
+    Args:
+        root: The model, with all its parts.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._held = [
+            (path, submodule, dict(_kept(submodule, _OF_THIS_PACKAGE)))
+            for path, submodule in root.named_modules()
+            if _is_of_user(type(submodule))
+        ]
+        self._contents = [
+            (full_name(path, name), value, value.copy())
+            for path, _, held in self._held
+            for name, value in held.items()
+            if type(value) in (list, dict, set)
+        ]
+
+    def put_back(self, but: Collection[str]) -> None:
+        """Puts back all attributes, and what is in lists, dicts and sets, but those of these paths and names."""
+        for path, submodule, held in self._held:
+            now = dict(_kept(submodule, _OF_THIS_PACKAGE))
+            for name in now.keys() | held.keys():
+                if now.get(name, self) is held.get(name, self) or full_name(path, name) in but:
+                    continue
+                if name in held:
+                    vars(submodule)[name] = held[name]
+                else:
+                    del vars(submodule)[name]
+        for name, container, contents in self._contents:
+            if name not in but and not has_same_items(container, contents):
+                refill(container, contents)
+
+
+def has_same_items(container: Any, contents: Any) -> bool:
+    """Says whether a list, dict or set has the very items that it had."""
+    items, others = (
+        [part for item in one.items() for part in item] if isinstance(one, dict) else list(one)
+        for one in (container, contents)
+    )
+    return len(items) == len(others) and all(map(operator.is_, items, others))
+
+
+def refill(container: Any, contents: Any) -> None:
+    """Gives a list, dict or set the items that it had."""
+    container.clear()
+    add = container.extend if isinstance(container, list) else container.update
+    add(contents)
 
 
 def full_name(path: str, name: str) -> str:

@@ -85,6 +85,45 @@ def test_a_hook_keeps_outputs_in_a_dict_of_the_model(session, grows, capsys):
     assert ("Every device computes the whole batch" in capsys.readouterr().out) == grows
 
 
+class Tapped(Net):
+    """Its forward takes what hooks have kept, and leaves nothing of it, or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[str, Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self.last, self.times = None, 0
+        self.first.register_forward_hook(self.keep)
+
+    def keep(self, module, args, output):
+        self.kept["first"] = self.last = self.new = output
+        self.outputs.append(output)
+        self.times += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept.clear()
+        result = super().forward(x)
+        tapped = self.kept.pop("first").mean((1, 2, 3)) + self.last.mean((1, 2, 3)) + self.outputs.pop().mean((1, 2, 3))
+        self.last, self.times = None, self.times + 10
+        del self.new
+        return result + tapped.unsqueeze(1)
+
+
+def test_what_a_forward_does_with_what_hooks_have_kept_counts():
+    def script(device):
+        _, x, y = net_and_batch(device)
+        torch.manual_seed(0)
+        model, trace = Tapped().to(device), []
+        for _ in range(2):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            left = [len(model.kept), len(model.outputs), model.last is None, model.times, hasattr(model, "new")]
+            trace += [loss.detach(), torch.tensor(list(map(int, left)))]
+        return [*trace, *gradients(model)]
+
+    assert_same(*on_both(script))
+
+
 def test_a_hook_collects_activations_of_the_whole_batch(capsys):
     def script(device):
         model, x, y = net_and_batch(device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import UnsharedDraw
 from moreh_ap.parallelizer.trial.outside_state import outside_restored
 from moreh_ap.protocol.added_members import Members
-from moreh_ap.protocol.module_attributes import has_memory, own_attributes
+from moreh_ap.protocol.module_attributes import has_memory, has_same_items, own_attributes, refill
 
 _DROPOUTS = {
     F.dropout,
@@ -92,7 +91,7 @@ class StateBefore:
         for submodule, _, were in self._held:
             now = own_attributes(submodule)
             changed.append((submodule, {name: value for name, value in now.items() if were.get(name) is not value}))
-        containers = [(one, one.copy()) for one, contents in self._containers if not _has_same_items(one, contents)]
+        containers = [(one, one.copy()) for one, contents in self._containers if not has_same_items(one, contents)]
         return LeftByForward([one for one in changed if one[1]], containers)
 
     def put_back(self) -> None:
@@ -105,7 +104,7 @@ class StateBefore:
                 del vars(submodule)[name]
             vars(submodule).update(attributes)
         for container, contents in self._containers:
-            _refill(container, contents)
+            refill(container, contents)
         for generator, state in self._generators:
             generator.set_state(state)
         for buffer, value in self._values:
@@ -132,7 +131,7 @@ class LeftByForward:
         for namespace, changed, _ in others:
             namespace.update(changed)
         for container, left in self._containers:
-            _refill(container, left)
+            refill(container, left)
         try:
             yield
         finally:
@@ -141,7 +140,7 @@ class LeftByForward:
                     namespace.pop(name, None)
                     namespace.update({name: before[name]} if name in before else {})
             for container, were in contents:
-                _refill(container, were)
+                refill(container, were)
 
 
 @contextlib.contextmanager
@@ -153,22 +152,6 @@ def state_restored(module: nn.Module) -> Iterator[StateBefore]:
             yield state
     finally:
         state.put_back()
-
-
-def _has_same_items(container: Any, contents: Any) -> bool:
-    """Says whether a list, dict or set has the very items that it had."""
-    items, others = (
-        [part for item in one.items() for part in item] if isinstance(one, dict) else list(one)
-        for one in (container, contents)
-    )
-    return len(items) == len(others) and all(map(operator.is_, items, others))
-
-
-def _refill(container: Any, contents: Any) -> None:
-    """Gives a list, dict or set the items that it had."""
-    container.clear()
-    add = container.extend if isinstance(container, list) else container.update
-    add(contents)
 
 
 @contextlib.contextmanager

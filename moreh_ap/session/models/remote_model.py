@@ -290,11 +290,10 @@ class RemoteModel:
         for key, value in attributes.items():
             name = key.removesuffix(IN_PLACE)
             path, _, last = name.rpartition(".")
-            if name not in self.script_hooks.attributes:
-                submodule = self.root.get_submodule(path)
-                if last in submodule._buffers:
-                    self._set_buffers.add(name)
-                self._containers.set(path, submodule, last, value, in_place=key != name)
+            submodule = self.root.get_submodule(path)
+            if last in submodule._buffers:
+                self._set_buffers.add(name)
+            self._containers.set(path, submodule, last, value, in_place=key != name)
 
     def may_be_called_again(self) -> bool:
         """Returns whether a call may have to be repeated: with a hook run in the controller, or with passed state."""

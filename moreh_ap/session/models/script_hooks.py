@@ -24,9 +24,11 @@ from moreh_ap.device.tensor import VirtualTensor
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.plan import Plan
 from moreh_ap.protocol.added_members import is_of_library
-from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook
+from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook, attributes_in
 from moreh_ap.protocol.messages.tensors import StateRef
+from moreh_ap.protocol.module_attributes import HeldAttributes
 from moreh_ap.protocol.rng_state import host_untouched
+from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.state_tensors import StateHolder
 
 _FORWARD = ("_forward_pre_hooks", "_forward_hooks")
@@ -61,6 +63,9 @@ class HookedCall(Protocol):
 
     @property
     def model(self) -> HookedModel: ...
+
+    @property
+    def structure(self) -> Structure | None: ...
 
     def watch(self, indices: list[int], watcher: Callable[[dict[int, Tensor]], None]) -> object: ...
 
@@ -116,6 +121,7 @@ class ScriptHooks:
         # Backward hooks get the gradients of the tensors that a forward hook here was given.
         self._differentiated = list({id(hook.module): hook.module for hook in self._of(_BACKWARD)}.values())
         self.any = bool(self._hooks)
+        self._has_answers = plan.micro_batches == 1  # only then workers answer which attributes a forward has set
         self.attributes: set[str] = set()
         """Names of attributes that hooks set, as on the workers."""
         self.buffers: set[str] = set()
@@ -185,6 +191,9 @@ class ScriptHooks:
         if self.is_silent:
             return report.result
         order = iter(tree_unflatten(list(range(num_leaves)), tree).seen)
+        ran = {number for seen in report.seen for number in seen if number < len(self._hooks)}
+        are_sent = all(self._hooks[number].key in self._sent for number in ran)
+        before = HeldAttributes(self._root) if ran and are_sent and self._has_answers else None
         token = _replaying.set(True)
         try:
             for position, seen in enumerate(report.seen):
@@ -197,6 +206,8 @@ class ScriptHooks:
                     self._watch(call, module, given, indices[number])
         finally:
             _replaying.reset(token)
+        if before is not None and call.structure is not None:  # what the forward did after its hooks counts
+            before.put_back(but={*attributes_in(report.attributes), *call.structure.left_out})
         call.model.note_replayed()
         if report.ended_by is not None:
             hook = self._hooks[next(iter(report.seen[-1]))]

@@ -76,6 +76,7 @@ class Structure:
 
     Attributes:
         attributes: Attributes that the forward set; their values are the last leaves.
+        left_out: Attributes that it set and whose values are not among the leaves.
         is_report: Whether the result is a `Report`, with records of hooks or of attributes that were set.
         has_cache: Whether a key-value cache of transformers is in the result.
         returned: Which argument is the result, if any; see `returned_arguments.py`.
@@ -89,6 +90,7 @@ class Structure:
     draws: bool
     batch: BatchRows | None
     attributes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     is_report: bool = False
     has_cache: bool = False
     returned: Place | None = None
@@ -128,6 +130,7 @@ class Structure:
             draws=any(reply.streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(local_rows),
             attributes=attributes_in(treespec.children()[-1].context) if treespec.context is Report else (),
+            left_out=first_answer.left_out,
             is_report=treespec.context is Report,
             has_cache=contains_cache(treespec),
             returned=first_answer.returned,
