@@ -79,7 +79,7 @@ def enable_advanced_parallelization(
         report: Whether a report of the run is written when it ends: a page, and the JSON that it is made from. True
             writes it into the folder ``moreh_report``; a path is another folder. Default: `MOREH_REPORT`, else none.
         recovery: "memory" keeps what workers were told, so that others take over where one is lost, and the training
-            goes on with the same numbers; "auto" does so in runs that are long enough for it to cost next to nothing,
+            goes on with the same numbers; "auto" does so with copies as rare as lets them cost next to nothing,
             "off" never. Default: `MOREH_RECOVERY`, else "auto", which does nothing on GPUs: the cost is not known.
         elastic: Whether hosts are used that join during the run, as soon as recovery has a copy for them: those that
             were lost, and those that the file of `hosts` names since; and devices of this machine that were gone.

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.rotating  # one more way to end each
 SCRIPT = "train_forever.py"
 TRAINING = "step 10 "
 ONE, TWO = {"MOREH_NUM_DEVICES": "1"}, {"MOREH_NUM_DEVICES": "2"}
+NO_OTHERS = {**TWO, "MOREH_RECOVERY": "off"}
 
 
 def test_a_killed_worker_is_named_and_ends_the_script(tmp_path):
-    with UserScript(SCRIPT, cwd=tmp_path, **TWO) as script:
+    with UserScript(SCRIPT, cwd=tmp_path, **NO_OTHERS) as script:
         script.wait_for_output(TRAINING)
         victim = script.workers()[1]
         os.kill(victim, signal.SIGKILL)
@@ -33,7 +34,7 @@ def test_a_killed_worker_is_named_and_ends_the_script(tmp_path):
 
 
 def test_a_killed_supervisor_is_named_and_ends_the_script(tmp_path):
-    with UserScript(SCRIPT, cwd=tmp_path, **TWO) as script:
+    with UserScript(SCRIPT, cwd=tmp_path, **NO_OTHERS) as script:
         script.wait_for_output(TRAINING)
         (supervisor,) = [pid for pid in script.processes() if _parent(pid) == script.process.pid]
         os.kill(supervisor, signal.SIGKILL)
@@ -78,7 +79,7 @@ def test_a_signal_ends_a_script_whose_workers_are_starting(tmp_path, send):
 
 def test_whatever_a_script_waits_for_ends_when_it_is_stopped(tmp_path):
     """Calls that draw random numbers, losses on the workers' parts, and generation: Ctrl-C, then a killed worker."""
-    with UserScript("work_forever.py", cwd=tmp_path, **TWO) as script:
+    with UserScript("work_forever.py", cwd=tmp_path, **NO_OTHERS) as script:
         for work in ("draw", "parts", "generate"):
             script.wait_for_output(f"{work} until KeyboardInterrupt round 3\n")
             os.killpg(script.process.pid, signal.SIGINT)

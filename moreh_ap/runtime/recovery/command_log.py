@@ -9,10 +9,12 @@ each has its copy, commands of before stay: a worker that is lost meanwhile cost
 message takes the place of all of them, and of the one with the snapshot in it: what makes the structure of models, what
 restores the copy, and what followed the snapshot in its message.
 
-[Note: nothing before the first copy]
-A log of which no one knows whether it will be needed has to cost nothing in a run that is short, or does not train. So
-a frugal one keeps a command until it is answered, and then only what makes the structure of models. It is complete, and
-lost workers can be replaced, once the first snapshot replaces all before it.
+[Note: little before the first copy]
+A log of which no one knows whether it will be needed has to cost next to nothing in a run that is short, or does not
+train. A frugal one keeps all commands from the beginning as long as they are few (`FEW_BYTES`, `FEW_COMMANDS`,
+`MOST_STEPS`): lost workers can be replaced. When they are too many, it asks for a snapshot that may cost more than
+others (`EARLY_COST`). Without that it keeps a command until it is answered, and of the answered ones only what makes
+the structure of models. It is complete again once the first snapshot replaces all before it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ MOST_BYTES = 1 << 30
 
 MOST_STEPS = 500
 """So many steps are computed again at most, where commands are kept from the beginning."""
+
+FEW_BYTES = 1 << 28
+FEW_COMMANDS = 4096
+"""Of a log of which no one knows whether it will be needed, before the first copy."""
 
 FRUGAL_STEPS = 4 * MOST_FRUGAL_STEPS
 """The same where copies are taken as often as their cost allows: those between two copies, and more on their way."""
@@ -82,8 +88,8 @@ class CommandLog:
 
     Args:
         make_rules: Returns what is known of commands, once the first is noted.
-        is_frugal: Whether commands are not kept before the first copy, see [Note: nothing before the first copy], and
-            copies are taken only as often as their cost allows.
+        is_frugal: Whether only a few commands are kept before the first copy, see [Note: little before the first copy],
+            and copies are taken only as often as their cost allows.
 
     Attributes:
         is_open: Whether commands are noted.
@@ -111,6 +117,7 @@ class CommandLog:
         self._losses = Losses()
         self._timing = SnapshotTiming(is_frugal=is_frugal)
         self._takes_snapshots, self._snapshot_in, self._problem = True, 0, ""
+        self._has_asked_early = False
         self._last_error: BaseException | None = None  # of a command that is not kept
         self._snapshot_bytes = MOST_BYTES if is_frugal else SNAPSHOT_BYTES
         self._most_bytes = self._snapshot_bytes  # are kept before a snapshot is due
@@ -129,7 +136,7 @@ class CommandLog:
         """Notes commands from now on; nothing happens where that was asked for before."""
         if not self.is_open and not self.why_closed:
             self.rules = self._make_rules()
-            self.is_open, self.is_complete = True, not self._is_frugal
+            self.is_open = self.is_complete = True
 
     def close(self, why: str) -> None:
         """Forgets all commands, and notes none from now on."""
@@ -179,21 +186,34 @@ class CommandLog:
         elif noted.num_steps:
             timing.stepped(noted.num_steps)
         most_steps = FRUGAL_STEPS if self._is_frugal else MOST_STEPS
+        if self._is_frugal and self.is_complete and not (self.num_copies or self._snapshot_in or self.wanted):
+            is_short = self._num_bytes <= FEW_BYTES and len(self._commands) <= FEW_COMMANDS
+            if not is_short or self._num_steps > MOST_STEPS:
+                self._is_too_long()
         if self.is_complete and self._num_steps > most_steps:
             self._close_full(f"more than {most_steps} steps would have to be computed again")
         elif self.is_complete and self._num_bytes > MOST_BYTES:
             self._close_full(f"more than {MOST_BYTES >> 20} MiB of commands would have to be kept")
-        elif (timing.num_steps >= timing.wanted or self._num_bytes > self._most_bytes) and self._may_ask():
+        is_due = timing.num_steps >= timing.wanted or self._num_bytes > self._most_bytes
+        if is_due and self.is_open and self._may_ask():
             self.wanted = self._next_snapshot()
             self._takes_snapshots = self.wanted is not None
             if self._is_frugal and not self._takes_snapshots:
                 self.close("there is no memory that outlives a worker on this system")
 
-    def _next_snapshot(self) -> Any:
+    def _is_too_long(self) -> None:
+        """Asks for the first snapshot, once; after that the log is not complete: the next answer drops those before."""
+        may_ask = not self._has_asked_early and self._timing.most_s(is_early=True) > 0.0 and self._takes_snapshots
+        if may_ask and self.rules.may_copy():
+            self._has_asked_early = True
+            self.wanted = self._next_snapshot(is_early=True)
+        self.is_complete = self.wanted is not None
+
+    def _next_snapshot(self, *, is_early: bool = False) -> Any:
         """Returns a command that has workers copy what they hold; None where there is no memory that outlives them."""
         self._most_copy_bytes = self._most_copy_bytes or self.copies().most_bytes()
-        most_bytes = self._most_copy_bytes
-        return self.rules.next_snapshot(most_bytes, self._timing.most_s()) if most_bytes else None
+        most_bytes, most_s = self._most_copy_bytes, self._timing.most_s(is_early=is_early)
+        return self.rules.next_snapshot(most_bytes, most_s) if most_bytes else None
 
     def snapshot_after_error(self) -> Any:
         """Returns a message that has workers copy what they hold, all of which have ended in an error; None where there
@@ -289,9 +309,9 @@ class CommandLog:
                 return
             self._keep([first, *(one for number, one in self._commands.items() if number > logged.number)])
             self._keep_files()
-            was_complete, self.is_complete = self.is_complete, True
+            self.is_complete = True
             self.num_copies += 1
-        if not was_complete:
+        if self._is_frugal and self.num_copies == 1:
             size = f"{taken.num_bytes / 2**20:.0f} MiB"
             self.rules.say_more(f"from now on a worker may be lost: copies of what workers hold are taken, {size} each")
         self._forgotten(logged.number - 1)

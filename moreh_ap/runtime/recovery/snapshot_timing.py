@@ -11,6 +11,9 @@ import time
 COST = 0.01
 """Of the time of steps, that copies may take. Half of what recovery may cost in all."""
 
+EARLY_COST = 0.05
+"""Of the time of steps so far, that the first copy may take where commands become too many to be kept without one."""
+
 FIRST_STEPS = 10
 """The first copies are taken after so many: then it is known what a copy and the steps between two of them take."""
 
@@ -66,9 +69,10 @@ class SnapshotTiming:
         """Returns whether a copy may be taken now, if enough steps were sent."""
         return not self._is_frugal or self._num_taken > 0 or self._trained_s() >= self._rests_s
 
-    def most_s(self) -> float:
+    def most_s(self, *, is_early: bool = False) -> float:
         """Returns what the next copy may take."""
-        return COST * self._trained_s() if self._is_frugal and not self._num_taken else math.inf
+        cost = EARLY_COST if is_early else COST
+        return cost * self._trained_s() if self._is_frugal and not self._num_taken else math.inf
 
     def _trained_s(self) -> float:
         return time.monotonic() - self._first_s if self._first_s else 0.0

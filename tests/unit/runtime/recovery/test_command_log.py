@@ -284,7 +284,9 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.fixture
-def frugal(clock) -> CommandLog:
+def frugal(clock, monkeypatch) -> CommandLog:
+    """One in which the first command is one too many."""
+    monkeypatch.setattr(command_log, "FEW_COMMANDS", 0)
     return log_of(is_frugal=True)
 
 
@@ -310,6 +312,60 @@ def test_a_frugal_log_keeps_nothing_of_a_run_that_is_short_or_does_not_train(fru
     train(frugal, 61, 61)
     assert frugal.wanted == "snapshot 1" and frugal.rules.most_s == pytest.approx(0.01 * snapshot_timing.FIRST_S)
     assert frugal.keeps_values, "what follows a copy may be sent again"
+
+
+@pytest.mark.parametrize("name, most", [("MOST_STEPS", 5), ("FEW_BYTES", 35), ("FEW_COMMANDS", 5)])
+def test_a_frugal_log_is_complete_as_long_as_it_is_short(clock, monkeypatch, name, most):
+    monkeypatch.setattr(command_log, name, most)
+    log, forgotten = log_of(is_frugal=True), []
+    log.when_forgotten(lambda: forgotten.append("files"))
+    train(log, 1, 5)
+    assert log.is_complete and log.keeps_values and len(log.answered_commands()) == 5 and not forgotten
+    log.add(sent(6, steps=1))
+    assert not log.is_complete and not log.keeps_values and log.is_open
+    log.answered(sent(6), ["loss"], None)
+    assert log.answered_commands() == [] and len(log.rules.dropped) == 6 and forgotten == ["files"]
+    assert log.rules.said == [], "a run that does not train is told nothing"
+
+
+def test_a_frugal_log_asks_once_for_a_copy_that_may_cost_more_when_it_gets_too_long(clock, monkeypatch):
+    monkeypatch.setattr(command_log, "FEW_COMMANDS", 5)
+    log = log_of(is_frugal=True)
+    train(log, 1, 5)
+    clock.now_s += 4
+    train(log, 6, 6)
+    assert log.wanted == "snapshot 1" and log.rules.most_s == pytest.approx(4 * snapshot_timing.EARLY_COST)
+    log.add(with_snapshot(7))
+    log.add(sent(8, steps=1))
+    assert log.is_complete and len(log.answered_commands()) == 6
+    log.answered(with_snapshot(7), Taken("it would take longer", needed_s=0.3), None)
+    log.answered(sent(8), ["loss"], None)
+    assert log.is_complete and len(log.answered_commands()) == 8, "until the next command"
+    train(log, 9, 9)
+    assert not log.is_complete and log.answered_commands() == [] and log.wanted is None
+    clock.now_s += 30
+    train(log, 10, 20)
+    assert log.wanted == "snapshot 2" and log.rules.most_s == pytest.approx(34 * snapshot_timing.COST)
+
+
+def test_a_short_frugal_log_waits_for_the_copy_that_was_asked_for(clock, monkeypatch):
+    monkeypatch.setattr(command_log, "FEW_COMMANDS", 12)
+    log = log_of(is_frugal=True)
+    train(log, 1, 10)
+    clock.now_s += 10
+    train(log, 11, 11)
+    assert log.wanted == "snapshot 1"
+    log.add(sent(12, steps=1))
+    log.add(with_snapshot(13))
+    train(log, 14, 15)
+    assert log.is_complete and log.num_copies == 0
+    log.answered(with_snapshot(13), Taken("a lambda"), None)
+    train(log, 16, 16)
+    assert log.wanted == "snapshot 2" and log.is_complete, "one that may cost more"
+    log.add(with_snapshot(17))
+    log.answered(with_snapshot(17), Taken("a lambda"), None)
+    train(log, 18, 18)
+    assert not log.is_complete and log.answered_commands() == []
 
 
 def test_a_frugal_log_is_complete_once_the_first_copy_is(frugal, clock):
