@@ -25,9 +25,7 @@ def as_sentence(text: str) -> str:
 
 def before_first_copy(lost: WorkerLostError) -> WorkerLostError:
     """Returns the error of a loss before there is a copy of what workers hold: it says what would have helped."""
-    instead = (
-        "MOREH_RECOVERY=memory, with which others take over at any step; by default, but for a gap before the first copy"
-    )
+    instead = "MOREH_RECOVERY=memory, with which others take over at any step; by default, but for a gap before a copy"
     error = WorkerLostError(lost.fact, lost.allowed or instead, lost.fix, lost.link)
     error.__cause__ = lost.__cause__
     return error
