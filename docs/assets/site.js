@@ -43,7 +43,13 @@ function letPartsBreak() {
   }
 }
 
-// Commands and printed lines are broken on every screen. Code, and what is drawn or set in columns, is moved sideways on narrow ones.
+// On phones a long line of code goes on below its beginning, two characters further in. What is drawn or set in columns is moved sideways.
+function indentLines() {
+  for (const line of document.querySelectorAll('.md-typeset .highlight:not(.language-text) pre > code > span[id^="__line"]'))
+    line.style.setProperty("--indent", line.textContent.match(/^[ +-]*/)[0].length + 2);
+}
+
+// Commands and printed lines are broken on every screen.
 const DRAWN = /[\u2500-\u259f]|[-=]{4,}|\S {3,}\S/;
 function breakLines() {
   for (const code of document.querySelectorAll(".md-typeset :is(.language-sh, .language-bash, .language-text) pre > code"))
@@ -87,6 +93,7 @@ function keepFlagsWhole(code) {
   }
 }
 
+addEventListener("load", indentLines);
 addEventListener("load", keepNamesWhole);
 addEventListener("load", breakLines);
 addEventListener("load", letPartsBreak);
