@@ -197,7 +197,7 @@ def _own(model: str, words: Words) -> Iterator[str]:
             cells = (f"`{best.plan}`", _gib(best)) if fits else (words["nothing_fits"], "")
             speeds = rows.setdefault(cells, [""] * len(SHAPES))
             speeds[index] = f"{best.step.tokens_per_s:,.0f} ({best.step.mfu:.0%})" if fits else ""
-        title = devices.replace("x", " x ")
+        title = devices.replace("x", "\u00a0x\u00a0")  # on one line
         for cells, speeds in rows.items():
             yield "| " + " | ".join((title, *cells, *speeds)) + " |"
             title = ""

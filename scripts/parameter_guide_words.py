@@ -34,7 +34,7 @@ how far off predictions are where something was measured.
 A step has {tokens} tokens: 256 rows of 1,024, or 64 rows of 4,096. Where both get the same plan they share a row. The
 percentage behind tokens a second is MFU.
 """,
-    "own_columns": "| devices | plan | GiB | tokens/s, 256 x 1,024 | tokens/s, 64 x 4,096 |",
+    "own_columns": "| devices | plan | GiB | tokens/s at 1,024 | tokens/s at 4,096 |",
     "beside": """\
 ## Beside the published guide
 
@@ -95,7 +95,7 @@ moreh-ap plan Llama3-8B --devices 16xMI250 --global-batch 128 --seq-len 1024 --e
 한 스텝은 {tokens}토큰이며, 1,024토큰짜리 행 256개이거나 4,096토큰짜리 행 64개입니다. 둘의 플랜이 같으면 한 행에 함께
 적었습니다. 초당 토큰 수 뒤의 퍼센트는 MFU입니다.
 """,
-    "own_columns": "| 장치 | 플랜 | GiB | 초당 토큰 수, 256 x 1,024 | 초당 토큰 수, 64 x 4,096 |",
+    "own_columns": "| 장치 | 플랜 | GiB | 초당 토큰 수, 길이 1,024 | 초당 토큰 수, 길이 4,096 |",
     "beside": """\
 ## 공개된 안내와 비교 { #beside-the-published-guide }
 

@@ -47,14 +47,14 @@ def test_plans_of_the_other_tables_are_for_their_devices(guide, language):
     *own, _, _, speeds = tables(guide, language)
     assert len(own) == len(guide.MODELS)
     for rows in own:
-        assert [row[0] for row in rows if row[0]] == [devices.replace("x", " x ") for devices in guide.ACCELERATORS]
+        assert [row[0] for row in rows if row[0]] == [one.replace("x", "\u00a0x\u00a0") for one in guide.ACCELERATORS]
         for column in range(len(guide.SHAPES)):
             assert sum(bool(row[3 + column]) for row in rows) == len(guide.ACCELERATORS)
     assert len([row for row in speeds if row[0]]) == len(guide.SPEEDS)
     for rows in (*own, speeds):
         devices = 0
         for cells in rows:
-            devices = int(re.search(r"(\d+) x [A-Z]", cells[0])[1]) if cells[0] else devices
+            devices = int(re.search(r"(\d+)\sx\s[A-Z]", cells[0])[1]) if cells[0] else devices
             for plan in (cell.strip("`") for cell in cells if cell.startswith("`")):
                 assert Plan.parse(plan).num_devices == devices
 
