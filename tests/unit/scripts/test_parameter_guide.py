@@ -28,7 +28,9 @@ def guide():
 def tables(guide, language):
     """Returns the tables of a page as lists of cells: one a model, memory, times, speeds."""
     page = guide.PAGE.with_suffix(f"{language}.md").read_text(encoding="utf-8")
-    found = [re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] for section in re.split(r"^###? ", page, flags=re.M)[1:]]
+    found = [
+        re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] for section in re.split(r"^###? ", page, flags=re.M)[1:]
+    ]
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in lines] for lines in found if lines]
 
 
