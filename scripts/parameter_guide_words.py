@@ -75,7 +75,7 @@ KOREAN: Words = {
 
 <!-- Written by scripts/parameter_guide.py. Change that. -->
 
-사용할 모델과 가장 비슷한 가속기를 찾아보세요. 표에는 `moreh-ap plan`이 고르는 플랜, 장치마다 필요한 메모리, 예상되는
+사용할 모델과 가장 비슷한 가속기를 찾아보십시오. 표에는 `moreh-ap plan`이 고르는 플랜, 장치마다 필요한 메모리, 예상되는
 초당 토큰 수가 있습니다. 다른 배치, 길이, 장비는 직접 물어볼 수 있습니다.
 
 ```sh

@@ -19,7 +19,10 @@ function layOutTables() {
     if (!room || heads.length > MOST_COLUMNS) continue;
     if (room.scrollWidth <= room.clientWidth && !hasNarrowColumn(table, heads.length)) continue;
     for (const row of table.querySelectorAll("tbody tr"))
-      [...row.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
+      [...row.cells].forEach((cell, index) => {
+        cell.dataset.head = heads.length > 2 || !index ? heads[index] : ""; // of two columns the second needs no name
+        cell.toggleAttribute("data-wide", cell.textContent.length > 18);
+      });
     const isShort = [...table.querySelectorAll("tbody td:not(:first-child)")].every(cell => cell.querySelector("code") || cell.textContent.length < 33);
     table.setAttribute("data-cards", isShort ? "short" : "");
   }
@@ -93,6 +96,15 @@ function keepFlagsWhole(code) {
   }
 }
 
+// Where the site is published with the repository's address, the command that clones it has that address.
+function nameRepository() {
+  const repository = document.querySelector(".md-source")?.href;
+  if (!repository) return;
+  const texts = document.createTreeWalker(document.querySelector("article"), NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replace("https://REPOSITORY", repository);
+}
+
+addEventListener("load", nameRepository);
 addEventListener("load", indentLines);
 addEventListener("load", keepNamesWhole);
 addEventListener("load", breakLines);
