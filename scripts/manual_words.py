@@ -117,9 +117,9 @@ that the numbers are those of one device.
                 "inside `if rank == 0:`, waits for processes that never come.",
                 'The state dict of the wrapper has "module." before every name.',
             ),
-            "On two machines, write the address of one of them in place of `localhost`; both need the same files, the same "
-            "versions and an open port. You can also try it in two terminals of one machine. With the one line you start "
-            "the script once and [name the hosts](several-machines.md).",
+            "On two machines, write the address of one of them in place of `localhost`; both need the same files, the "
+            "same versions and an open port. You can also try it in two terminals of one machine. With the one line "
+            "you start the script once and [name the hosts](several-machines.md).",
         ),
         "fsdp": About(
             "Sharded: FSDP2",
