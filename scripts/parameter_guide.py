@@ -171,7 +171,7 @@ def flavours_of(model: str, words: Words, rank: int | None = None) -> str:
 def _speeds(words: Words) -> Iterator[str]:
     for model, devices, batch, plan, published in SPEEDS:
         task, ours = answer_for(model, f"{devices}xMI250", batch, 1024)
-        title = f"| {model}, {devices} x MI250, {batch} x 1,024 "
+        title = f"| {model}, {devices}\u00a0x\u00a0MI250, {batch} x 1,024 "
         if plan:
             yield f"{title}| {words['theirs']} | {_cells(evaluate_plan(task, Plan.parse(plan)), words)} |"
             title = "| "
