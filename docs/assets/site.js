@@ -50,6 +50,8 @@ function letPartsBreak() {
 function indentLines() {
   for (const line of document.querySelectorAll('.md-typeset .highlight:not(.language-text) pre > code > span[id^="__line"]'))
     line.style.setProperty("--indent", line.textContent.match(/^[ +-]*/)[0].length + 2);
+  for (const mark of document.querySelectorAll(".md-typeset .language-python pre > code .p"))
+    if (/[(\[{]$/.test(mark.textContent)) mark.after(document.createElement("wbr")); // before the first argument
 }
 
 // Commands and printed lines are broken on every screen.
