@@ -87,7 +87,7 @@ def _how(entries: dict[str, Entry], words: Words) -> str:
         machine = words.page["machine"].format(**machine_of(entry))
         way = f"{entry['date']}; {machine}; {entry['versions']}; `{entry['flags']}`."
         ways.setdefault(way, []).append(name)
-    return "\n".join(f"- {', '.join(names)}: {way}" for way, names in ways.items())
+    return "\n".join(f"    - {', '.join(names)}: {way}" for way, names in ways.items())
 
 
 def _one_line_section(words: Words) -> str:

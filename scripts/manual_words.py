@@ -53,9 +53,9 @@ ENGLISH = Words(
 ![{chart}](assets/charts/compare.svg){{ .wide }}
 ![{chart}](assets/charts/compare-narrow.svg){{ .narrow }}
 
-One training, three ways: for one device, with the one line, and by hand for each kind of parallelism. The one line \
-adds {lines} lines. A script by hand adds {fewest} to {most}, and up to {concepts} concepts of distributed training \
-that its reader has to know. All of them print the losses of one device.
+We wrote one training three ways: for one device, with the one line, and by hand for each kind of parallelism. The \
+one line adds {lines} lines. A script by hand adds {fewest} to {most}, and up to {concepts} concepts of distributed \
+training that its reader has to know. All of them print the losses of one device.
 
 | script | lines | concepts | losses differ by | step time, one line / by hand |
 |---|---|---|---|---|
@@ -72,29 +72,29 @@ plan, from `{single_name}`.
 - *Step time*: below 1 the one line is faster; the median over pairs of runs, then the interval that \
 [Measured](benchmarks.md) explains. It is of a wider model (`--hidden 384`, all at once `--hidden 256`).
 
-The losses are of these runs:
+??? note "The runs that the losses are from"
 
 {how}
 
-To measure again: `make compare MEASURE=--measure`.
+    To measure again: `make compare MEASURE=--measure`.
 """,
         "one_line": """\
 ## The one line {{ #one-line }}
 
 {commands}
 
-The first is the script for one device, the second the same with the line. The flag `--plan` makes it \
-comparable with the scripts below; without it a plan is chosen. `mixed_precision` follows `--bf16`, so that \
-numbers are those of one device.
+The first command runs the script for one device, the second the same script with the line. The flag `--plan` makes \
+it comparable with the scripts below; without the flag, the planner chooses. `mixed_precision` follows `--bf16`, so \
+that the numbers are those of one device.
 """,
         "chart": "Lines to add, concepts to know and step time of the one line and of six scripts by hand",
         "plan": 'Devices share {shared}. For the one line the same is `plan="{plan}"`.',
         "by_hand": "By hand",
         "with_line": "With one line",
         "speed": "x{median:.2f} ({low:.2f} to {high:.2f}; {num_pairs} pairs)",
-        "unknown": "not measured on an idle machine",
+        "unknown": "not measured",
         "machine": "{cores} cores ({processor}), {memory_gib} GiB, CPU workers",
-        "places": "or, at the same time in {num_places} places,",
+        "places": "Or, for {num_places} machines, once on each:",
         "know": "A reader has to know:",
         "wrong": "What goes wrong by hand, and cannot with the one line:",
         "borrowed": "It imports {num_lines} lines from {files}, which count as added.",
@@ -117,10 +117,9 @@ numbers are those of one device.
                 "inside `if rank == 0:`, waits for processes that never come.",
                 'The state dict of the wrapper has "module." before every name.',
             ),
-            "The command that starts in two places is for two machines, with the address of one of them in place of "
-            "`localhost`. Tests start both on one machine. Machines need the same files, the same versions and an open "
-            "port. With the one line the script is started once, and named hosts "
-            "join it ([Several machines](several-machines.md)).",
+            "On two machines, write the address of one of them in place of `localhost`; both need the same files, the "
+            "same versions and an open port. You can also try it in two terminals of one machine. With the one line "
+            "you start the script once and [name the hosts](several-machines.md).",
         ),
         "fsdp": About(
             "Sharded: FSDP2",

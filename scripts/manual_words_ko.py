@@ -39,11 +39,11 @@ KOREAN = Words(
 - *스텝 시간*: 1보다 작으면 한 줄이 더 빠릅니다. 여러 쌍의 실행에서 얻은 중앙값이며 그 뒤의 구간은 \
 [측정 결과](benchmarks.md)에서 설명합니다. 더 넓은 모델의 시간입니다(`--hidden 384`, 모두 함께 쓰면 `--hidden 256`).
 
-손실은 다음 실행에서 얻었습니다.
+??? note "손실을 얻은 실행"
 
 {how}
 
-다시 측정하려면: `make compare MEASURE=--measure`.
+    다시 측정하려면 `make compare MEASURE=--measure`를 실행합니다.
 """,
         "one_line": """\
 ## 한 줄 {{ #one-line }}
@@ -59,9 +59,9 @@ KOREAN = Words(
         "by_hand": "직접 작성",
         "with_line": "한 줄",
         "speed": "x{median:.2f} ({low:.2f}~{high:.2f}; {num_pairs}쌍)",
-        "unknown": "한가한 장비에서 재지 않음",
+        "unknown": "측정하지 않음",
         "machine": "코어 {cores}개({processor}), {memory_gib} GiB, CPU 워커",
-        "places": "또는, {num_places}곳에서 동시에:",
+        "places": "장비 {num_places}대에서는 각각에서 한 번씩 실행합니다.",
         "know": "읽는 사람이 알아야 하는 것:",
         "wrong": "직접 작성하면 잘못될 수 있고, 한 줄로는 그럴 수 없는 것:",
         "borrowed": "{files}에서 {num_lines}줄을 import하며, 이 줄들도 추가된 줄로 셉니다.",
@@ -84,9 +84,9 @@ KOREAN = Words(
                 "안에 있는, 통신하는 호출은 결코 오지 않을 프로세스들을 기다립니다.",
                 '래퍼의 state dict에는 모든 이름 앞에 "module."이 붙습니다.',
             ),
-            "두 곳에서 시작하는 명령은 장비 두 대를 위한 것으로, `localhost` 자리에 그중 한 대의 주소를 적습니다. "
-            "테스트는 둘 다 장비 한 대에서 시작합니다. 장비들에는 같은 파일, 같은 버전, 열린 포트가 필요합니다. 한 "
-            "줄을 쓰면 스크립트는 한 번만 시작하고, 지정한 호스트들이 합류합니다([여러 장비](several-machines.md)).",
+            "장비가 두 대이면 `localhost` 자리에 그중 한 대의 주소를 적습니다. 두 장비에는 같은 파일, 같은 버전, 열린 "
+            "포트가 필요합니다. 장비 한 대의 터미널 두 개에서 시험해 볼 수도 있습니다. 한 줄을 쓰면 스크립트를 한 번만 "
+            "시작하고 [호스트를 지정](several-machines.md)합니다.",
         ),
         "fsdp": About(
             "샤딩: FSDP2",

@@ -87,6 +87,8 @@ FLAVOURS_OF_ADAPTERS = [("Small.64GB", 16, 1024), ("Large.256GB", 64, 1024), ("x
 MODELS = ("SmolLM2-1.7B", "Mistral-7B", "Llama3-8B", "Llama2-13B", "Qwen2.5-32B", "Llama3-70B")
 ACCELERATORS = ("16xMI250", "32xMI250", "64xMI250", "8xA100", "8xH100", "64xH100")
 SHAPES = ((256, 1024), (64, 4096))
+TOKENS = 256 * 1024
+"""Those of a step, in each of these shapes."""
 
 
 def sum_mib(task: Task, plan: Plan) -> float:
@@ -100,30 +102,48 @@ def sum_mib(task: Task, plan: Plan) -> float:
 
 def page_of(words: Words) -> str:
     """Returns the page as text."""
-    tables = {"beside": _beside(words), "speeds": _speeds(words), "own": _own(words)}
-    parts = [words["head"].format(ratio=RATIO)]
-    for name, rows in tables.items():
-        columns = words[f"{name}_columns"]
-        rule = "|---" * (columns.count("|") - 1) + "|"
-        parts.append("\n".join((words[name], columns, rule, *rows, "")))
+    parts = [words["head"].format(ratio=RATIO), words["own"].format(tokens=f"{TOKENS:,}")]
+    for model in MODELS:
+        parts += [f"### {model}\n", _table(words["own_columns"], _own(model, words))]
+    parts += [words["beside"], _table(words["memory_columns"], _memory(words))]
+    parts += [words["times"], _table(words["times_columns"], _times(words))]
+    parts += [words["speeds"], _table(words["speeds_columns"], _speeds(words))]
     return "\n".join(parts)
 
 
-def _beside(words: Words) -> Iterator[str]:
-    first: dict[str, tuple[float, int]] = {}
+def _table(columns: str, rows: Iterator[str]) -> str:
+    return "\n".join((columns, "|---" * (columns.count("|") - 1) + "|", *rows, ""))
+
+
+def _memory(words: Words) -> Iterator[str]:
     for row in PUBLISHED:
         task, best = answer_for(row.model, f"{FLAVOURS[row.flavour]}xMI250", row.batch, row.length)
-        start = f"| {row.model} | {row.flavour} | {row.batch} x {row.length:,} "
+        start = f"| {row.model}, {row.flavour} | {row.batch} x {row.length:,} "
+        if best is None:
+            yield start + f"| {words['nothing_fits']} | | | {row.memory_mib:,} |"
+            continue
+        sum_of_all = f"{sum_mib(task, best.plan):,.0f}"
+        yield start + f"| `{best.plan}` | {_gib(best)} | {sum_of_all} | {row.memory_mib:,} |"
+
+
+def _times(words: Words) -> Iterator[str]:
+    first: dict[str, tuple[float, int]] = {}
+    for row in PUBLISHED:
+        _, best = answer_for(row.model, f"{FLAVOURS[row.flavour]}xMI250", row.batch, row.length)
+        start = f"| {row.model}, {row.flavour} | {row.batch} x {row.length:,} "
         if best is None or best.step is None:
-            yield start + f"| {words['nothing_fits']} | | | {row.memory_mib:,} | | | | {row.minutes} | |"
+            yield start + f"| {words['nothing_fits']} | | | {row.minutes} | |"
             continue
         speed = best.step.tokens_per_s
         before, minutes = first.setdefault(row.model, (speed, row.minutes))
         yield start + (
-            f"| `{best.plan}` | {best.memory.reserved_bytes / 2**30:.1f} | {sum_mib(task, best.plan):,.0f} "
-            f"| {row.memory_mib:,} | {best.step.total_s:.2f} | {speed:,.0f} | {speed / before:.2f} | {row.minutes} "
+            f"| {best.step.total_s:.2f} | {speed:,.0f} | {speed / before:.2f} | {row.minutes} "
             f"| {minutes / row.minutes:.2f} |"
         )
+
+
+def _gib(candidate: Candidate) -> str:
+    return f"{candidate.memory.reserved_bytes / 2**30:.1f}"
 
 
 def flavours_of(model: str, words: Words, rank: int | None = None) -> str:
@@ -144,40 +164,43 @@ def flavours_of(model: str, words: Words, rank: int | None = None) -> str:
         if best is None or best.step is None:
             lines.append(start + f"| {words['nothing_fits']} | |")
             continue
-        reserved = f"{best.memory.reserved_bytes / 2**30:.1f} GiB"
-        lines.append(start + f"| {reserved} | {best.step.tokens_per_s:,.0f} |")
+        lines.append(start + f"| {_gib(best)} GiB | {best.step.tokens_per_s:,.0f} |")
     return "\n".join((*lines, ""))
 
 
 def _speeds(words: Words) -> Iterator[str]:
     for model, devices, batch, plan, published in SPEEDS:
         task, ours = answer_for(model, f"{devices}xMI250", batch, 1024)
-        theirs = _cells(evaluate_plan(task, Plan.parse(plan)), words) if plan else f"{words['not_published']} | | "
-        said = f"{published:,}" if published else ""
-        yield f"| {model} | {devices} x MI250 | {batch} x 1,024 | {said} | {theirs} | {_cells(ours, words)} |"
+        title = f"| {model}, {devices}\u00a0x\u00a0MI250, {batch} x 1,024 "
+        if plan:
+            yield f"{title}| {words['theirs']} | {_cells(evaluate_plan(task, Plan.parse(plan)), words)} |"
+            title = "| "
+        yield f"{title}| {words['ours']} | {_cells(ours, words)} |"
+        if published:
+            yield f"| | {words['measured']} | | | {published:,} |"
 
 
 def _cells(candidate: Candidate | None, words: Words) -> str:
     if candidate is None or candidate.step is None:
         return f"{words['nothing_fits']} | | "
-    reserved = f"{candidate.memory.reserved_bytes / 2**30:.1f}" + ("" if candidate.fits else words["does_not_fit"])
+    reserved = _gib(candidate) + ("" if candidate.fits else words["does_not_fit"])
     return f"`{candidate.plan}` | {reserved} | {candidate.step.tokens_per_s:,.0f}"
 
 
-def _own(words: Words) -> Iterator[str]:
-    for model in MODELS:
-        for devices in ACCELERATORS:
-            for batch, length in SHAPES:
-                _, best = answer_for(model, devices, batch, length)
-                start = f"| {model} | {devices.replace('x', ' x ')} | {batch} x {length:,} "
-                if best is None or best.step is None:
-                    yield start + f"| {words['nothing_fits']} | | | | |"
-                    continue
-                step = best.step
-                yield start + (
-                    f"| `{best.plan}` | {best.memory.reserved_bytes / 2**30:.1f} | {step.total_s:.2f} "
-                    f"| {step.tokens_per_s:,.0f} | {step.mfu:.0%} |"
-                )
+def _own(model: str, words: Words) -> Iterator[str]:
+    """Yields a row for each accelerator and plan; batches that get the same plan share a row."""
+    for devices in ACCELERATORS:
+        rows: dict[tuple[str, str], list[str]] = {}
+        for index, (batch, length) in enumerate(SHAPES):
+            _, best = answer_for(model, devices, batch, length)
+            fits = best is not None and best.step is not None
+            cells = (f"`{best.plan}`", _gib(best)) if fits else (words["nothing_fits"], "")
+            speeds = rows.setdefault(cells, [""] * len(SHAPES))
+            speeds[index] = f"{best.step.tokens_per_s:,.0f} ({best.step.mfu:.0%})" if fits else ""
+        title = devices.replace("x", "\u00a0x\u00a0")  # on one line
+        for cells, speeds in rows.items():
+            yield "| " + " | ".join((title, *cells, *speeds)) + " |"
+            title = ""
 
 
 def _files() -> Iterator[tuple[Path, str]]:

@@ -23,7 +23,18 @@ PUBLISHED_PLAN = "shard=8,pipeline=8,micro_batches=64,recompute=full,precision=b
 # The same in small: 8 stages, two on each of 4 devices, and two devices a shard
 SMALL_PLAN = "shard=2,pipeline=4,stages_per_device=2,schedule=interleaved,micro_batches=8,recompute=full"
 
+# --8<-- [start:masks]
+# 1 where there is text, 0 where there are pads
+def create_mask(input_ids, tokenizer):
+    return (input_ids != tokenizer.pad_token_id).long()
 
+
+# Pads are no part of the loss
+def mask_pads(input_ids, tokenizer, ignore_index=-100):
+    return input_ids.masked_fill(create_mask(input_ids, tokenizer) == 0, ignore_index)
+
+
+# --8<-- [end:masks]
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=helpers.HelpFormatter, allow_abbrev=False)
     parser.add_argument("--embedded", action="store_true", help="prepared model and data, sizes for two CPU cores")
@@ -56,9 +67,8 @@ def main():
     # The one line
     if not args.no_ap:
         torch.moreh.option.enable_advanced_parallelization(devices=args.devices, plan=args.plan)
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     helpers.set_pad_token(tokenizer)
     # --8<-- [end:load]
@@ -69,7 +79,6 @@ def main():
     train_dataloader = DataLoader(dataset["train"], batch_size=args.batch_size, shuffle=True, drop_last=True)
     # --8<-- [end:data]
     progress = helpers.Progress(len(train_dataloader), args)
-    model.to(device)
     loss_before = helpers.held_out_loss(model, dataset["test"], args.batch_size, device)
 
     # --8<-- [start:loop]
@@ -80,8 +89,7 @@ def main():
             if progress.done:
                 break
             input_ids = batch["input_ids"]
-            attn_mask = (input_ids != tokenizer.pad_token_id).long()
-            labels = input_ids.masked_fill(attn_mask == 0, -100)  # pads are no part of the loss
+            attn_mask, labels = create_mask(input_ids, tokenizer), mask_pads(input_ids, tokenizer)
             outputs = model(input_ids.to(device), attention_mask=attn_mask.to(device),
                             labels=labels.to(device), use_cache=False)
             loss = outputs[0]

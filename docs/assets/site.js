@@ -19,7 +19,10 @@ function layOutTables() {
     if (!room || heads.length > MOST_COLUMNS) continue;
     if (room.scrollWidth <= room.clientWidth && !hasNarrowColumn(table, heads.length)) continue;
     for (const row of table.querySelectorAll("tbody tr"))
-      [...row.cells].forEach((cell, index) => { cell.dataset.head = heads[index]; });
+      [...row.cells].forEach((cell, index) => {
+        cell.dataset.head = heads.length > 2 || !index ? heads[index] : ""; // of two columns the second needs no name
+        cell.toggleAttribute("data-wide", cell.textContent.length > 18);
+      });
     const isShort = [...table.querySelectorAll("tbody td:not(:first-child)")].every(cell => cell.querySelector("code") || cell.textContent.length < 33);
     table.setAttribute("data-cards", isShort ? "short" : "");
   }
@@ -43,7 +46,15 @@ function letPartsBreak() {
   }
 }
 
-// Commands and printed lines are broken on every screen. Code, and what is drawn or set in columns, is moved sideways on narrow ones.
+// On phones a long line of code goes on below its beginning, two characters further in. What is drawn or set in columns is moved sideways.
+function indentLines() {
+  for (const line of document.querySelectorAll('.md-typeset .highlight:not(.language-text) pre > code > span[id^="__line"]'))
+    line.style.setProperty("--indent", line.textContent.match(/^[ +-]*/)[0].length + 2);
+  for (const mark of document.querySelectorAll(".md-typeset .language-python pre > code .p"))
+    if (/[(\[{]$/.test(mark.textContent)) mark.after(document.createElement("wbr")); // before the first argument
+}
+
+// Commands and printed lines are broken on every screen.
 const DRAWN = /[\u2500-\u259f]|[-=]{4,}|\S {3,}\S/;
 function breakLines() {
   for (const code of document.querySelectorAll(".md-typeset :is(.language-sh, .language-bash, .language-text) pre > code"))
@@ -87,6 +98,16 @@ function keepFlagsWhole(code) {
   }
 }
 
+// Where the site is published with the repository's address, the command that clones it has that address.
+function nameRepository() {
+  const repository = document.querySelector(".md-source")?.href;
+  if (!repository) return;
+  const texts = document.createTreeWalker(document.querySelector("article"), NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) texts.currentNode.data = texts.currentNode.data.replace("https://REPOSITORY", repository);
+}
+
+addEventListener("load", nameRepository);
+addEventListener("load", indentLines);
 addEventListener("load", keepNamesWhole);
 addEventListener("load", breakLines);
 addEventListener("load", letPartsBreak);

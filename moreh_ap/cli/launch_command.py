@@ -124,7 +124,7 @@ def _kubernetes(arguments: argparse.Namespace, name: str, command: list[str]) ->
     path = arguments.write or Path(f"{name}.yaml")
     text = yaml.dump_all(manifests(job, make_agent_secret()), Dumper=_PlainDumper, sort_keys=False, width=120)
     _write(path, f"# {_MARK}; has a key: keep it to yourself, or remove it once it is applied\n{text}", 0o600)
-    print(f"{path} is written, for your eyes only: it has a key. To start, to watch and to remove the job:")
+    print(f"{path} is written. Keep it private: it contains a key. To start, to watch and to remove the job:")
     watch = f"kubectl logs --follow --selector {_FIRST_POD},job-name={name}"
     print(f"kubectl apply -f {path}\n{watch}\nkubectl delete -f {path}")
     return 0

@@ -83,8 +83,7 @@ def planned(
             if not made:
                 raise OptionError(
                     f"{script} ended with an error ({_place(error, script)}) before it called the one line: {said}",
-                    'a script that calls the one line before it uses "cuda"',
-                    "torch.moreh.option.enable_advanced_parallelization()",
+                    *_before_the_line(error, script),
                     LINK,
                 ) from None
             raise OptionError(
@@ -96,6 +95,16 @@ def planned(
     if isinstance(plan, MorehError):
         raise plan
     return first, plan, [*plan.notes, *effects.sentences()]
+
+
+def _before_the_line(error: Exception, script: Path) -> tuple[str, str]:
+    """Returns what is allowed and what to try where a script fails before the one line."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return "a script whose imports are installed here", f"pip install {error.name.partition('.')[0]}"
+    if re.search("cuda|gpu|nvidia", str(error), re.IGNORECASE):
+        one_line = "torch.moreh.option.enable_advanced_parallelization()"
+        return 'a script that calls the one line before it uses "cuda"', one_line
+    return "a script that comes to the one line without an error", f"python {script.name}"
 
 
 def masked(text: str, arguments: list[str]) -> str:

@@ -49,19 +49,25 @@ def run_until_first_call(
 
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[0:0] = [str(path), *arguments], [str(path.resolve().parent)]
-    ending = "it ended"
+    ending, is_refused = "it ended", False
     try:
         with first_call.watching(watch):
             runpy.run_path(str(path), run_name="__main__")
     except _Left:
         return taken[0]
     except SystemExit as error:
-        ending = f"it exited with {error.code!r}"
+        ending, is_refused = f"it exited with {error.code!r}", error.code == 2 and bool(arguments)
     finally:
         sys.argv, sys.path[:] = before
         device.disable()
     if taken:  # a bare `except:` of the script held it back
         return taken[0]
+    if is_refused:  # what argparse exits with
+        raise OptionError(
+            f"{path} gives nothing to {purpose}: {ending}, as for an option that it does not have",
+            f"after the script's name its own options alone; those of moreh-ap {purpose} before it",
+            f"python {path.name} --help",
+        )
     raise OptionError(
         f"{path} gives nothing to {purpose}: {ending} before a model was called on the accelerator",
         "a script with the one line whose model is on cuda",

@@ -71,8 +71,9 @@ def test_several_models_and_optimizers(tmp_path):
     assert fresh["first"].head.weight is fresh["first"].embedding.weight
     assert others["b"].param_groups[0]["lr"] == 1e-3
     torch.testing.assert_close(others["b"].state_dict(), optimizers["b"].state_dict(), rtol=0, atol=0)
-    with pytest.raises(LoadError, match="holds no 'model' among its models"):
+    with pytest.raises(LoadError, match="holds no 'model' among its models") as refused:
         moreh_ap.load(tmp_path, model=first)
+    assert refused.value.fix == f'moreh_ap.load("{tmp_path}", model={{"first": first, "second": second}})'
     with pytest.raises(UnsupportedError, match=r"shape \(96, 32\) that is in no model that was given"):
         moreh_ap.save(tmp_path, model=second, optimizer=optimizers["a"])
 
@@ -91,14 +92,18 @@ def test_what_does_not_match_is_named_and_nothing_is_changed(tmp_path):
         (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to("meta"), "model/0.weight is on meta"),
     ]:
         before = copy.deepcopy(other.state_dict())
-        with pytest.raises(LoadError, match=text):
+        with pytest.raises(LoadError, match=text) as refused:
             moreh_ap.load(tmp_path, model=other)
+        assert refused.value.fix, "each says what to do"
         if not other[0].weight.is_meta:
             torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)
     fresh = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     before = copy.deepcopy(fresh.state_dict())
-    with pytest.raises(LoadError, match=r"group 0 of optimizer has other parameters than in .*: model/1\.weight"):
+    with pytest.raises(
+        LoadError, match=r"group 0 of optimizer has other parameters than in .*: model/1\.weight"
+    ) as other:
         moreh_ap.load(tmp_path, model=fresh, optimizer=torch.optim.SGD([*fresh[0].parameters(), fresh[1].bias]))
+    assert "without the optimizer" in other.value.fix
     torch.testing.assert_close(fresh.state_dict(), before, rtol=0, atol=0)
     with pytest.raises(LoadError, match="holds no checkpoint"):
         moreh_ap.load(tmp_path / "elsewhere", model=fresh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import peft_models
@@ -119,8 +120,10 @@ def test_a_tensor_axis_splits_adapted_models_and_refuses_dora(accelerator):
     for name in ("llama", "gpt2"):
         results = [train(ADAPTED[name], device) for device in ("cpu", "cuda")]
         torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
-    with pytest.raises(PlanError, match="failed for PeftModelForCausalLM"):
+    with pytest.raises(PlanError, match="failed for PeftModelForCausalLM") as refused:
         train(ADAPTED["llama, DoRA"], "cuda")
+    assert re.search(r"\(\w+, dora\.py line \d+, in a worker\)\. Code that computes with a whole", refused.value.fact)
+    assert 'plan="shard=2"' in refused.value.fix
 
 
 def train(make, device: str):

@@ -64,8 +64,14 @@ def test_the_next_plan_takes_over_in_the_middle_of_a_step_and_before_the_first_c
 @pytest.mark.parametrize("recovery", ["auto", "off"])
 def test_the_next_plan_takes_over_from_the_copy_of_the_one_worker_that_ran_out_alone(folder, recovery):
     """The other one computes the forward, and waits in the backward for the one that does not come."""
-    ((before, after, steps),) = run_out(folder, "alone", num_starts=2, MOREH_RECOVERY=recovery)
+    ((before, after, steps),) = run_out(folder, "alone", num_starts=2, MOREH_RECOVERY=recovery, FEW_COMMANDS="0")
     assert before != after and steps == 0
+
+
+@pytest.mark.rotating  # one more way each
+def test_by_default_the_next_plan_takes_over_before_there_is_a_copy(folder):
+    ((before, after, steps),) = run_out(folder, "alone", MOREH_RECOVERY="auto")
+    assert before != after and steps > 0
 
 
 @pytest.mark.rotating  # one more way each

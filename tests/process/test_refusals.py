@@ -69,6 +69,14 @@ def test_process_groups(given, monkeypatch):
     assert four_lines(error)
 
 
+def test_a_sampler_that_was_left_in_the_script(model):
+    rows = torch.utils.data.TensorDataset(torch.zeros(4, 4))
+    with pytest.raises(UnsupportedError, match="DistributedSampler asks a process group") as error:
+        torch.utils.data.distributed.DistributedSampler(rows)
+    assert four_lines(error)
+    assert len(torch.utils.data.distributed.DistributedSampler(rows, num_replicas=1, rank=0)) == 4
+
+
 def test_a_process_group_of_one_works_beside_the_workers(model, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
     try:

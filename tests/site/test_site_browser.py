@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from pathlib import Path
 
 import pytest
-from site_pages import DOCS, LANGUAGES, nav_pages, place
+from site_pages import DOCS, LANGUAGES, ROOT, nav_pages, place
 
 pytestmark = pytest.mark.browser
 
@@ -29,6 +30,8 @@ CLIPPED = """() => [...document.querySelectorAll("article .md-typeset__scrollwra
 """Tables of which a part is out of sight; a matrix, which has more columns, is moved sideways."""
 LONG_LINES = """() => [...document.querySelectorAll("article pre > code")]
     .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.textContent.trim().slice(0, 60))"""
+LONG_CODE = LONG_LINES.replace("article pre", "article .highlight:not(.language-text) pre")
+"""On phones what is drawn with characters may be moved sideways."""
 
 BROKEN_ROWS = """() => [...document.querySelectorAll("article .language-text pre > code")].flatMap(code => {
     const texts = document.createTreeWalker(code, NodeFilter.SHOW_TEXT), broken = [];
@@ -107,7 +110,7 @@ def test_page_fits_the_screen_and_reports_nothing(window, site, address, name, l
         assert page.evaluate("document.documentElement.scrollWidth") <= width, page.evaluate(WIDER)
         assert page.evaluate(CLIPPED) == [], size
         assert page.evaluate("document.querySelectorAll('article .md-typeset__table > table[class]').length") == 0, size
-        assert size == "phone" or page.evaluate(LONG_LINES) == [], size
+        assert page.evaluate(LONG_LINES if size != "phone" else LONG_CODE) == [], size
         assert page.evaluate(CUT_COMMANDS) == [], size
         assert size == "phone" or page.evaluate(BROKEN_ROWS) == [], size
     assert page.evaluate("[...document.images].filter(one => !one.naturalWidth).map(one => one.src)") == []
@@ -161,3 +164,20 @@ def test_arrows_of_drawings_have_the_colour_of_their_lines(chromium, address):
     context.close()
     assert len(colours) == 2
     assert all(line == head for line, head in colours), colours
+
+
+def test_code_is_copied_from_a_phone_as_it_is_written(window, address):
+    page, problems = window
+    problems.clear()
+    page.set_viewport_size(dict(zip(("width", "height"), SIZES["phone"])))
+    page.goto(address + place("tutorials/gpt.md", "en"))
+    page.wait_for_function(SETTLED, timeout=20_000)
+    code = "document.querySelectorAll('article .language-python pre > code')[1]"
+    page.evaluate(f"{code}.setAttribute('data-md-copying', '')")  # as the theme's button does before it reads the text
+    copied = page.evaluate(f"{code}.innerText")
+    page.evaluate(f"{code}.removeAttribute('data-md-copying')")
+    selected = page.evaluate(f"{{ getSelection().selectAllChildren({code}); }} getSelection().toString()")
+    script = (ROOT / "tutorials" / "train_gpt.py").read_text(encoding="utf-8")
+    load = script.split("# --8<-- [start:load]\n")[1].split("    # --8<-- [end:load]")[0]
+    assert copied.strip() == selected.strip() == textwrap.dedent(load).strip()
+    assert problems == []

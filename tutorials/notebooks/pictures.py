@@ -26,7 +26,7 @@ def draw_losses(curves: Mapping[str, Mapping[int, float]], title: str) -> None:
         curves: For each label the loss of each step, steps counted from 1.
         title: Text above the plot.
     """
-    _, axis = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    _, axis = pyplot.subplots(figsize=(5, 3.1), layout="constrained")
     for place, (label, losses) in enumerate(curves.items()):
         style = {"linewidth": 2, "alpha": 0.6} if place == 0 else {"linestyle": "", "marker": _MARKERS[place]}
         axis.plot(list(losses), list(losses.values()), label=label, markersize=5, markerfacecolor="none", **style)

@@ -34,6 +34,7 @@ def install(patches: Patches) -> None:
     # `fully_shard` is imported by name: its first step is looked up when it is called.
     fully_shard = "torch.distributed.fsdp._fully_shard._fully_shard"
     group.when_imported(fully_shard, functools.partial(_refuse_fully_shard, group))
+    group.when_imported("torch.utils.data.distributed", functools.partial(_refuse_sampler_without_group, group))
     if torch.distributed.is_available():
         _refuse_process_groups(group)
 
@@ -89,6 +90,28 @@ def _refuse(module: nn.Module, name: str, line: str) -> None:
             fix=f"model  # in place of {line}; model.module becomes model",
             link="docs/limits.md#plans-and-machines",
         )
+
+
+def _refuse_sampler_without_group(group: PatchGroup, module: ModuleType) -> None:
+    cls: Any = module.DistributedSampler
+
+    @functools.wraps(cls.__init__)
+    def init(
+        self: Any, dataset: Any, num_replicas: int | None = None, rank: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if None in (num_replicas, rank) and not (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        ):
+            raise UnsupportedError(
+                "DistributedSampler asks a process group which rows are its own: with the one line a script is one "
+                "process, which draws the rows of all devices.",
+                allowed="No sampler; the batch size of the loader is that of all devices together.",
+                fix="DataLoader(dataset, batch_size=batch_size, shuffle=True)  # without sampler.set_epoch(epoch) too",
+                link="docs/limits.md#plans-and-machines",
+            )
+        original(self, dataset, num_replicas, rank, *args, **kwargs)
+
+    original = group.replace(cls, "__init__", init, "Refuses a sampler that asks a process group that is not there.")
 
 
 def _refuse_process_groups(group: PatchGroup) -> None:

@@ -208,17 +208,24 @@ def _overlaps(item: Wanted) -> list[Piece]:
     return overlaps
 
 
+def _first(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)[:4]) + (" ..." if len(keys) > 4 else "")
+
+
 def _read_into(opened: safe_open, keys: set[str], item: Wanted) -> None:
     if item.source.key not in keys:
         raise LoadError(
-            f"{item.name}: {item.source.file} holds no tensor {item.source.key!r}", "a key that is in the file"
+            f"{item.name}: {item.source.file} holds no tensor {item.source.key!r}",
+            f"a key that is in the file: {_first(keys)}",
+            f"ls -l {item.source.file}  # written anew since the model was made? Then make the model again",
         )
     stored = opened.get_slice(item.source.key)
     shape, wanted_shape = tuple(stored.get_shape()), item.source.size or full_shape(item.tensor, item.layout)
     if shape != wanted_shape:
         raise LoadError(
             f"{item.name}: has shape {wanted_shape}, {item.source.key!r} in {item.source.file} has {shape}",
-            "equal shapes",
+            "a configuration and weights that belong together",
+            f"ls -l {item.source.file}  # written anew since the model was made? Then make the model again",
         )
     with torch.no_grad():
         local = local_shard(item.tensor)

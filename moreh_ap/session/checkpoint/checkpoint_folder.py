@@ -246,9 +246,26 @@ def problems_of(files: FilesToCheck) -> dict[str, str]:
     return {path: problem for path, problem in found.items() if problem}
 
 
-def unknown(checkpoint: Checkpoint, kind: str, name: str) -> str:
-    """Returns the text of the error for a model or optimizer that the checkpoint does not have."""
-    return f"{checkpoint.folder} holds no {name!r} among its {kind}"
+def unknown(checkpoint: Checkpoint, kind: str, name: str) -> LoadError:
+    """Returns the error for what a checkpoint does not have; `kind` is "models" or "optimizers"."""
+    one = kind.removesuffix("s")
+    names = [known.removeprefix(f"{one}.") for known in checkpoint.content[kind]]
+    given = ", ".join(f'"{known}": {known}' for known in names if known.isidentifier())
+    arguments = one if names == [one] else f"{{{given}}}"
+    return LoadError(
+        f"{checkpoint.folder} holds no {name!r} among its {kind}",
+        ", ".join(names) or f"a checkpoint that was saved with {kind}",
+        f'moreh_ap.load("{checkpoint.folder}", {one}={arguments})' if given else "",
+    )
+
+
+def other_model(checkpoint: Checkpoint, fact: str) -> LoadError:
+    """Returns the error for a model that is not the one that was saved."""
+    return LoadError(
+        fact,
+        "a model with the same parameters and buffers, in the same shapes, as the one that was saved",
+        f'moreh_ap.load("{checkpoint.folder}", model=model)  # made with the settings of the run that saved it',
+    )
 
 
 def some(names: list[str]) -> str:

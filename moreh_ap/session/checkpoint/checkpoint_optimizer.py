@@ -65,11 +65,14 @@ def check_groups(checkpoint: Checkpoint, optimizer: Optimizer, name: str, names:
     """
     saved = checkpoint.content["optimizers"].get(name)
     if saved is None:
-        raise LoadError(unknown(checkpoint, "optimizers", name), ", ".join(checkpoint.content["optimizers"]))
+        raise unknown(checkpoint, "optimizers", name)
     groups, here = saved["groups"], optimizer.param_groups
+    without = f'moreh_ap.load("{checkpoint.folder}", model=model)  # without the optimizer, which then starts anew'
     if len(groups) != len(here):
         raise LoadError(
-            f"{name} has {len(here)} parameter groups, in {checkpoint.folder} it has {len(groups)}", "the same groups"
+            f"{name} has {len(here)} parameter groups, in {checkpoint.folder} it has {len(groups)}",
+            "the same groups",
+            without,
         )
     for index, (there, group) in enumerate(zip(groups, here)):
         differing = {_name_of(parameter, names) for parameter in group["params"]} ^ set(there["params"])
@@ -77,6 +80,7 @@ def check_groups(checkpoint: Checkpoint, optimizer: Optimizer, name: str, names:
             raise LoadError(
                 f"group {index} of {name} has other parameters than in {checkpoint.folder}: {some(sorted(differing))}",
                 "the same parameters in every group",
+                without,
             )
 
 

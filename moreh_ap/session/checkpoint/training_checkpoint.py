@@ -34,6 +34,7 @@ from moreh_ap.session.checkpoint.checkpoint_folder import (
     Checkpoint,
     FilesToCheck,
     open_last_whole,
+    other_model,
     problems_of,
     some,
     unknown,
@@ -297,19 +298,18 @@ def _matching(checkpoint: Checkpoint, model: nn.Module, name: str) -> dict[str, 
     """Returns the tensors of a model by name, after checking that the checkpoint has all of them in the same shapes."""
     saved = checkpoint.content["models"].get(name)
     if saved is None:
-        raise LoadError(unknown(checkpoint, "models", name), ", ".join(checkpoint.content["models"]))
+        raise unknown(checkpoint, "models", name)
     state = _state_of(model, name)
     missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
     if missing or unexpected:
         facts = [f"{checkpoint.folder} lacks {some(missing)}"] if missing else []
         facts += [f"the model lacks {some(unexpected)}"] if unexpected else []
-        raise LoadError("; ".join(facts), "a model with the same parameters and buffers as the one that was saved")
+        raise other_model(checkpoint, "; ".join(facts))
     for key, tensor in state.items():
         shape = checkpoint.tensors[key].shape
         if tuple(tensor.shape) != shape:
-            raise LoadError(
-                f"{key} has shape {tuple(tensor.shape)} in the model and {shape} in {checkpoint.folder}", "equal shapes"
-            )
+            fact = f"{key} has shape {tuple(tensor.shape)} in the model and {shape} in {checkpoint.folder}"
+            raise other_model(checkpoint, fact)
         if tensor.is_meta:
             raise LoadError(
                 f"{key} is on meta: it has no memory to load into",

@@ -8,6 +8,8 @@ plan are as if nothing had been verified.
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -20,6 +22,7 @@ from moreh_ap.errors import PlanError, WorkerLostError
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search import verified_kinds
+from moreh_ap.protocol.encoding import WorkerTraceback
 from moreh_ap.protocol.pytree import flatten
 from moreh_ap.protocol.script_code.replaced_forwards import has_another_forward
 from moreh_ap.session.models.script_hooks import ScriptHooks
@@ -137,10 +140,24 @@ def _verify(session: Session, root: nn.Module, call: reduced_model.Call, trial: 
     except WorkerLostError:
         raise
     except Exception as error:  # of any class: the copy's forward is the model's code, here and on the workers
-        reason = f"a small copy raised {type(error).__name__}: {error}"
+        reason = f"a small copy raised {type(error).__name__}: {error}{_where(error)}"
+        if trial.tensor > 1:
+            reason += ". Code that computes with a whole weight itself, as DoRA's norms do, cannot be split by tensor="
         raise _verification_failed(type(root).__name__, trial, reason) from error
     finally:
         session.generator = before
+
+
+def _where(error: Exception) -> str:
+    """Returns the innermost function that is neither PyTorch's nor ours in the traceback of a worker, in brackets."""
+    if not isinstance(error.__cause__, WorkerTraceback):
+        return ""
+    frames = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', error.__cause__.text, re.MULTILINE)
+    others = [frame for frame in frames if not re.search(r"/(torch|moreh_ap)/", frame[0])]
+    if not others:
+        return ""
+    file, line, function = others[-1]
+    return f" ({function}, {os.path.basename(file)} line {line}, in a worker)"
 
 
 def _verification_failed(name: str, plan: Plan, reason: str) -> PlanError:

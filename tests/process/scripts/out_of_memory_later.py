@@ -19,7 +19,7 @@ from torch import nn
 from moreh_ap import device
 from moreh_ap.errors import MeshStartError, NotComputedError
 from moreh_ap.runtime.launcher import Launcher
-from moreh_ap.runtime.recovery import missing_devices, snapshot_timing
+from moreh_ap.runtime.recovery import command_log, missing_devices, snapshot_timing
 
 STEPS, AT, BACK_AT = 7, 4, 6
 ROWS, LENGTH, WIDTH = 8, 2048, 32
@@ -158,6 +158,8 @@ def train(place, fault):
 def main():
     if "SNAPSHOT_STEPS" in os.environ:
         snapshot_timing.STEPS = int(os.environ["SNAPSHOT_STEPS"])
+    if "FEW_COMMANDS" in os.environ:
+        command_log.FEW_COMMANDS = int(os.environ["FEW_COMMANDS"])
     missing_devices.FIRST_S = missing_devices.LONGEST_S  # nobody tries before the device is there again
     torch.moreh.option.enable_advanced_parallelization(devices=2, mixed_precision=False, plan=os.environ.get("PLAN"))
     for fault in sys.argv[1:]:

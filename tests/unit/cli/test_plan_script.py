@@ -55,6 +55,21 @@ def test_a_script_without_the_one_line_is_told_of_it(tmp_path):
     assert "Try: torch.moreh.option.enable_advanced_parallelization()" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "text, fix", [("import no_such.thing", "pip install no_such"), ("open('/no/such')", "python train.py")]
+)
+def test_another_error_before_the_one_line_is_told_as_it_is(tmp_path, text, fix):
+    with pytest.raises(OptionError, match="before it called the one line") as error:
+        planned(tmp_path, f"{text}\n", beginning="import torch\n")
+    assert error.value.fix == fix
+
+
+def test_an_option_that_the_script_refuses_is_taken_for_one_of_the_command(tmp_path):
+    with pytest.raises(OptionError, match="exited with 2, as for an option that it does not have") as error:
+        planned(tmp_path, "import argparse\nargparse.ArgumentParser().parse_args()\n", "--devices", "8xH100")
+    assert "those of moreh-ap plan before it" in error.value.allowed and error.value.fix == "python train.py --help"
+
+
 def test_an_error_of_the_one_line_is_its_own(tmp_path):
     text = "import torch\ntorch.moreh.option.enable_advanced_parallelization(devices=0)\n"
     with pytest.raises(OptionError, match="devices=0"):

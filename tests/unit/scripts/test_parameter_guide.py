@@ -13,7 +13,7 @@ from moreh_ap.planner.search.candidate import evaluate_plan
 
 ROOT = Path(__file__).parents[3]
 LANGUAGES = ("", ".ko")
-TITLED = ("head", "beside", "speeds", "own")
+TITLED = ("head", "own", "beside", "times", "speeds")
 
 
 @pytest.fixture(scope="module")
@@ -26,36 +26,45 @@ def guide():
 
 
 def tables(guide, language):
-    """Returns the three tables of a page as lists of cells: beside the guide, beside the speeds, our own."""
+    """Returns the tables of a page as lists of cells: one a model, memory, times, speeds."""
     page = guide.PAGE.with_suffix(f"{language}.md").read_text(encoding="utf-8")
-    found = [re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] for section in page.split("\n## ")[1:]]
-    return [[[cell.strip() for cell in line[1:-1].split("|")] for line in lines] for lines in found]
+    found = [
+        re.findall(r"^\|.*\|$", section, re.MULTILINE)[2:] for section in re.split(r"^###? ", page, flags=re.M)[1:]
+    ]
+    return [[[cell.strip() for cell in line[1:-1].split("|")] for line in lines] for lines in found if lines]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_every_published_row_is_on_the_page(guide, language):
-    rows = tables(guide, language)[0]
-    assert len(rows) == len(guide.PUBLISHED) == 18
-    for cells, row in zip(rows, guide.PUBLISHED):
-        assert cells[:3] == [row.model, row.flavour, f"{row.batch} x {row.length:,}"]
-        assert cells[6] == f"{row.memory_mib:,}" and cells[10] == str(row.minutes)
-        assert Plan.parse(cells[3].strip("`")).num_devices == FLAVOURS[row.flavour]
+    *_, memory, times, _ = tables(guide, language)
+    assert len(memory) == len(times) == len(guide.PUBLISHED) == 18
+    for held, timed, row in zip(memory, times, guide.PUBLISHED):
+        assert held[:2] == timed[:2] == [f"{row.model}, {row.flavour}", f"{row.batch} x {row.length:,}"]
+        assert held[5] == f"{row.memory_mib:,}" and timed[5] == str(row.minutes)
+        assert Plan.parse(held[2].strip("`")).num_devices == FLAVOURS[row.flavour]
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_plans_of_the_other_tables_are_for_their_devices(guide, language):
-    _, speeds, own = tables(guide, language)
-    assert len(speeds) == len(guide.SPEEDS)
-    assert len(own) == len(guide.MODELS) * len(guide.ACCELERATORS) * len(guide.SHAPES)
-    for cells in [*speeds, *own]:
-        for plan in (cell.strip("`") for cell in cells if cell.startswith("`")):
-            assert Plan.parse(plan).num_devices == int(cells[1].split(" x ")[0])
+    *own, _, _, speeds = tables(guide, language)
+    assert len(own) == len(guide.MODELS)
+    for rows in own:
+        assert [row[0] for row in rows if row[0]] == [one.replace("x", "\u00a0x\u00a0") for one in guide.ACCELERATORS]
+        for column in range(len(guide.SHAPES)):
+            assert sum(bool(row[3 + column]) for row in rows) == len(guide.ACCELERATORS)
+    assert len([row for row in speeds if row[0]]) == len(guide.SPEEDS)
+    for rows in (*own, speeds):
+        devices = 0
+        for cells in rows:
+            devices = int(re.search(r"(\d+)\sx\s[A-Z]", cells[0])[1]) if cells[0] else devices
+            for plan in (cell.strip("`") for cell in cells if cell.startswith("`")):
+                assert Plan.parse(plan).num_devices == devices
 
 
 def test_languages_say_the_same(guide):
     english, korean = (guide.LANGUAGES[language] for language in LANGUAGES)
     assert list(english) == list(korean)
-    said = {korean[key]: english[key] for key in ("nothing_fits", "not_published", "does_not_fit")}
+    said = {korean[key]: english[key] for key in ("nothing_fits", "theirs", "ours", "measured", "does_not_fit")}
     for one, other in zip(tables(guide, ""), tables(guide, ".ko"), strict=True):
         translated = [[_replaced(cell, said) for cell in row] for row in other]
         assert translated == one
@@ -85,10 +94,14 @@ def test_tutorials_show_figures_of_the_guide(guide, model):
     """Batch and tokens a second of each accelerator are those of a row of the guide, in every language."""
     assert model in guide.TUTORIALS
     for language in LANGUAGES:
-        beside, speeds, own = tables(guide, language)
-        known = {(cells[2], cells[8]) for cells in beside if cells[0] == model}
-        known |= {(cells[2], cells[9]) for cells in speeds if cells[0] == model}
-        known |= {(cells[2], cells[6]) for cells in own if cells[0] == model}
+        *own, _, times, speeds = tables(guide, language)
+        known = {(cells[1], cells[3]) for cells in times if cells[0].startswith(f"{model},")}
+        title = ""
+        for cells in speeds:
+            title = cells[0] or title
+            known |= {(title.rsplit(", ", 1)[1], cells[4])} if title.startswith(f"{model},") else set()
+        of_model = own[guide.MODELS.index(model)] if model in guide.MODELS else []
+        known |= {("256 x 1,024", cells[3].split(" ")[0]) for cells in of_model}
         file = guide.DOCS / "shared" / "flavours" / f"{model.lower()}{language}.md"
         rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in file.read_text("utf-8").splitlines()[2:]]
         assert len(rows) == 3

@@ -50,9 +50,9 @@ def test_a_page_has_its_parts_and_its_code_from_the_script(name: str) -> None:
 def test_a_fine_tuning_page_shows_every_part_of_its_script_and_what_all_share(name: str, suffix: str) -> None:
     text = page(f"{name}{suffix}")
     code = re.findall(rf'"tutorials/train_{name.replace("-", "_")}.py:(\w+)"', text)
-    more = {"llama3-70b": [], "lora": ["adapters", "save"]}.get(name, ["masks"])  # the masks of these are in their loop
+    more = {"lora": ["adapters", "save"]}.get(name, ["masks"])  # LoRA's masks are in its loop
     assert sorted(code) == sorted(["imports", "load", "data", *more, "loop"])
-    parts = ["check-accelerator", "by-hand", "switch-model", f"flavours/{FINE_TUNING[name]}"]
+    parts = ["check-accelerator", "container", "by-hand", "switch-model", f"flavours/{FINE_TUNING[name]}"]
     parts += [] if name == "lora" else ["after-flavours"]  # the guide has no adapters
     shared = re.findall(r'^--8<-- "docs/shared/([\w/.-]+?)\.md"$', text, re.MULTILINE)
     assert shared == [f"{part}{suffix}" for part in (*parts, "parameters")]
