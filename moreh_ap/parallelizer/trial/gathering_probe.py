@@ -82,12 +82,21 @@ class GatheringProbe(JoinedProbe):
     def steps_of_batch(self) -> tuple[Step, ...] | None:
         """Returns the steps with the numbers that all rows of the batch have; None if these call other functions.
 
-        A collective; it runs the forward on all rows of the batch, without gradients.
+        A collective; it runs the forward on all rows of the batch, without gradients. A forward that asks whether there
+        are any (``if x.requires_grad:``) may then call others; it runs once more with gradients, and nothing is kept
+        for a backward.
         """
         if not self.in_order:
             return None if any(step.is_of_one_size for step in self.steps) else self.steps
+        found = self._steps_of_all_rows(grad=False)
+        if found is None and self.call.grad:
+            with torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda nothing: nothing):
+                found = self._steps_of_all_rows(grad=True)
+        return found
+
+    def _steps_of_all_rows(self, *, grad: bool) -> tuple[Step, ...] | None:
         calls: list[Sequence[Called]] = []
-        run = partial(self._record, self.call.random.host, range(self.rows), grad=False)
+        run = partial(self._record, self.call.random.host, range(self.rows), grad=grad)
         failed = bool(attempt(lambda: calls.append(run()[0]), self.call.module))
         found = None if failed else with_numbers_of(self.steps, calls[0], *self._few, self.rows)
         return found if everywhere(found is not None, self.call) else None
