@@ -137,15 +137,19 @@ class Routing(TwoEncoders):
 
 
 class AsksForGradients(TwoEncoders):
-    """The batch normalisation of a textbook: it takes statistics of its rows wherever there are gradients."""
+    """The batch normalisation of a textbook: it takes statistics of its rows wherever there are gradients. Codes are
+    passed straight through where features have gradients; the loss is divided by the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.normalise = Textbook()
 
     def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
-        result_BD = self.normalise(self.left(x_BF))
-        return F.mse_loss(result_BD, self.right(y_BF)), result_BD
+        left_BD = self.left(x_BF)
+        if left_BD.requires_grad:
+            left_BD = left_BD + (left_BD.round() - left_BD).detach()
+        result_BD = self.normalise(left_BD)
+        return (result_BD - self.right(y_BF)).square().sum() / x_BF.size(0), result_BD
 
 
 class Textbook(nn.Module):
