@@ -200,6 +200,28 @@ class Masks(TwoEncoders):
         return (loss + self.right(y_BF).square().sum()) / x_BF.size(0), cells_BCE
 
 
+class DealtByNoise(TwoEncoders):
+    """Experts that noise chooses as long as the gate is zero: as many rows as an expert gets, Python reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        scores_BE = x_BF @ self.gate
+        gates_BE = (scores_BE + torch.randn_like(scores_BE)).softmax(1)
+        largest_B1, expert_B1 = gates_BE.topk(1)
+        kept_BE = torch.zeros_like(gates_BE).scatter(1, expert_B1, largest_B1)
+        expert_N2, order_N2 = kept_BE.nonzero().sort(0)
+        row_N = kept_BE.nonzero()[order_N2[:, 1], 0]
+        counts_E = (kept_BE > 0).sum(0).tolist()
+        first, second = x_BF[row_N].split(counts_E)
+        dealt_ND = torch.cat([self.left(first), self.right(second)])
+        dealt_ND = dealt_ND * kept_BE[row_N].gather(1, expert_N2[:, 1:])
+        result_BD = torch.zeros(len(x_BF), 6, device=x_BF.device).index_add(0, row_N, dealt_ND)
+        return F.mse_loss(result_BD, y_BF[:, :6]) + kept_BE.sum(0).var(), result_BD
+
+
 class Prototypes(TwoEncoders):
     """Distances from means of classes: of a few rows some classes have none, and everything is NaN."""
 
@@ -240,6 +262,7 @@ class SetsItselfUp(TwoEncoders):
         OtherRows,
         Routing,
         SetsItselfUp,
+        DealtByNoise,
         Prototypes,
         AsksForGradients,
         Transports,

@@ -72,11 +72,13 @@ class GatheringProbe(JoinedProbe):
             raise Refused("numbers of Python decide what functions do with rows, which depend on each other")
         return every_way
 
-    def _record(self, host: bytes | None, chosen: Sequence[int], grad: bool = True) -> tuple[Sequence[Called], bool]:
+    def _record(
+        self, host: bytes | None, chosen: Sequence[int], grad: bool = True, *, draws_others: bool = False
+    ) -> tuple[Sequence[Called], bool]:
         """Returns what a forward of some rows calls if Python's and NumPy's streams start at `host`, and whether it
-        draws from them."""
+        draws from them; `draws_others`: with other random numbers of PyTorch."""
         recorder = NumberRecorder(self.call.device)
-        drawing = self._forward(chosen, recorder, host, grad)
+        drawing = self._forward(chosen, recorder, host, grad, draws_others)
         return recorder.calls, drawing.moved_host()
 
     def steps_of_batch(self) -> tuple[Step, ...] | None:
@@ -115,7 +117,7 @@ class GatheringProbe(JoinedProbe):
 
     def _learned(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
         number, first = len(self._chosen), len(self._first)
-        others, _ = self._record(host, self._chosen[-first:])
+        others, _ = self._record(host, self._chosen[-first:], draws_others=True)
         lockstep = Lockstep(
             self.call.device,
             rows=(first, number - first),
@@ -150,10 +152,15 @@ class GatheringProbe(JoinedProbe):
         """The rows that the first of two workers has."""
         return self._chosen[: row_range(0, 2, len(self._chosen))[1]]
 
-    def _forward(self, chosen: Sequence[int], mode: OwnDevice, host: bytes | None, grad: bool) -> Drawing:
+    def _forward(
+        self, chosen: Sequence[int], mode: OwnDevice, host: bytes | None, grad: bool, draws_others: bool = False
+    ) -> Drawing:
         """Runs some rows under a mode; returns what knows the random numbers that they drew."""
         args, kwargs = self._arguments(chosen)
-        call = replace(self.call, random=RandomPolicy(stream=self.call.random.stream, host=host))
+        stream = self.call.random.stream
+        if draws_others and stream is not None:
+            stream = torch.Generator().manual_seed(0).get_state()
+        call = replace(self.call, random=RandomPolicy(1 if draws_others else None, stream, host))
         with self._from_the_same_state(), NoDropout():
             run = EagerForward(replace(call, grad=grad and call.grad), args, kwargs, reduction=mode)
         return run.drawing
@@ -252,7 +259,9 @@ def with_numbers_of(
         changed = [
             RowCount(place, 0, number)
             for place, number in enumerate(called.numbers)
-            if number is not None and place not in known and again[place] == before.numbers[place] != number
+            if None not in (number, before.numbers[place])
+            and place not in known
+            and again[place] == before.numbers[place] != number
         ]
         found.append(replace(step, follows=(*kept, *changed)))
         is_one = step.name.startswith(OF_MODULES) and not step.enters

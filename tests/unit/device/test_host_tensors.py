@@ -383,6 +383,8 @@ def test_a_tensor_on_the_cpu_is_on_another_device():
     assert type(other.copy_(x)) is torch.Tensor and type(x[torch.tensor([0])]) is HostTensor
     x[torch.tensor([True, False, False])] = 5.0
     assert x.tolist() == [5, 1, 1]
+    assert type(other[:1].expand_as(x)) is type(other.view_as(x)) is torch.Tensor
+    assert type(x.reshape_as(other)) is HostTensor
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
