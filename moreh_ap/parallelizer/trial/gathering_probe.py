@@ -259,7 +259,8 @@ def with_numbers_of(
         changed = [
             RowCount(place, 0, number)
             for place, number in enumerate(called.numbers)
-            if None not in (number, before.numbers[place])
+            if number is not None
+            and before.numbers[place] is not None
             and place not in known
             and again[place] == before.numbers[place] != number
         ]
