@@ -167,6 +167,12 @@ def _whole(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tree_map_only(Tensor, transfers.to_accelerator, func(*on_host[0], **on_host[1]))
 
 
+def _of_parts(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Makes a sparse tensor of host tensors one, unless the script names a device: PyTorch asks no class of theirs."""
+    is_held = kwargs.get("device") is None and has_host_tensor((args, kwargs))
+    return (_whole if is_held else _make)(func, args, kwargs)
+
+
 def _pack_or_pad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     rows, counts = _whole(func, args, kwargs)
     return rows, move(counts, "cpu")  # numbers of rows, and lengths, are on the CPU on every device
@@ -287,6 +293,17 @@ _HANDLERS: dict[Any, Callable[[Any, Any, dict[str, Any]], Any]] = {
     torch._C._nn._parse_to: _parse_move_of_module,
     torch._C._VariableFunctions._pack_padded_sequence: _pack_or_pad,
     torch._C._VariableFunctions._pad_packed_sequence: _pack_or_pad,
+    **dict.fromkeys(
+        (
+            torch.sparse_coo_tensor,
+            torch.sparse_compressed_tensor,
+            torch.sparse_csr_tensor,
+            torch.sparse_csc_tensor,
+            torch.sparse_bsr_tensor,
+            torch.sparse_bsc_tensor,
+        ),
+        _of_parts,
+    ),
     **dict.fromkeys(
         (
             torch.Tensor.__index__,

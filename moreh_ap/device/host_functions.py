@@ -26,6 +26,9 @@ _COPY = {Tensor.copy_, Tensor.__setitem__, Tensor.__getitem__, Tensor.index_put_
 _BOTH_DEVICES = frozenset(_COPY | _RECURRENT)
 """Functions that copy, or take indices, from another device, or take counts of packed rows, which are on the CPU."""
 
+_SIZE_OF_OTHER = frozenset({Tensor.expand_as, Tensor.view_as, Tensor.reshape_as})
+"""Functions that ask their second argument for its size alone: the result is where the first one is."""
+
 _without_subclasses = torch._C._disabled_torch_function_impl  # calls a function; no class of an argument is asked
 
 _WRITE = ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__")
@@ -87,6 +90,9 @@ def _call_with_others(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     virtual = [one for one in tensors if type(one) is not HostTensor and isinstance(one, VirtualTensor)]
     if virtual:
         return _call_with_virtual(func, args, kwargs, virtual)
+    if func in _SIZE_OF_OTHER:
+        result = compute(func, args, kwargs)
+        return mark(result) if type(tensors[0]) is HostTensor else result
     others = [one for one in tensors if type(one) is not HostTensor]
     is_two_devices = any(one.dim() > 0 for one in others) and not _may_be_on_two_devices(func, others, args)
     if is_two_devices and _writes_first(func):

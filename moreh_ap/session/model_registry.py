@@ -210,6 +210,7 @@ class ModelRegistry:
             lost.synchronize()  # raises the error in which it has ended
         leave_other_models(_state_tensors(root))
         refuse_compiled(root)
+        first_call.refuse_nested((module, args, kwargs))
         if self._session.trial_plan is None:
             first_call.tell_watcher(root, (module, args, kwargs))
         if self._session.trial_plan is None and self._small.take(root, (args, kwargs)):

@@ -85,7 +85,7 @@ def test_a_loss_and_more_kept_in_attributes(accelerator, plan):
         for step in range(4):
             x, y = tokens(device, rows=6 - step)
             logits = model(x, y)
-            loss = model.last_loss + 0 * logits.mean()
+            loss = model.last_loss + 0 * logits.mean() if step % 2 else model.last_loss
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -137,15 +137,19 @@ class Routing(TwoEncoders):
 
 
 class AsksForGradients(TwoEncoders):
-    """The batch normalisation of a textbook: it takes statistics of its rows wherever there are gradients."""
+    """The batch normalisation of a textbook: it takes statistics of its rows wherever there are gradients. Codes are
+    passed straight through where features have gradients; the loss is divided by the number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.normalise = Textbook()
 
     def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
-        result_BD = self.normalise(self.left(x_BF))
-        return F.mse_loss(result_BD, self.right(y_BF)), result_BD
+        left_BD = self.left(x_BF)
+        if left_BD.requires_grad:
+            left_BD = left_BD + (left_BD.round() - left_BD).detach()
+        result_BD = self.normalise(left_BD)
+        return (result_BD - self.right(y_BF)).square().sum() / x_BF.size(0), result_BD
 
 
 class Textbook(nn.Module):
@@ -196,6 +200,28 @@ class Masks(TwoEncoders):
         return (loss + self.right(y_BF).square().sum()) / x_BF.size(0), cells_BCE
 
 
+class DealtByNoise(TwoEncoders):
+    """Experts that noise chooses as long as the gate is zero: as many rows as an expert gets, Python reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        scores_BE = x_BF @ self.gate
+        gates_BE = (scores_BE + torch.randn_like(scores_BE)).softmax(1)
+        largest_B1, expert_B1 = gates_BE.topk(1)
+        kept_BE = torch.zeros_like(gates_BE).scatter(1, expert_B1, largest_B1)
+        expert_N2, order_N2 = kept_BE.nonzero().sort(0)
+        row_N = kept_BE.nonzero()[order_N2[:, 1], 0]
+        counts_E = (kept_BE > 0).sum(0).tolist()
+        first, second = x_BF[row_N].split(counts_E)
+        dealt_ND = torch.cat([self.left(first), self.right(second)])
+        dealt_ND = dealt_ND * kept_BE[row_N].gather(1, expert_N2[:, 1:])
+        result_BD = torch.zeros(len(x_BF), 6, device=x_BF.device).index_add(0, row_N, dealt_ND)
+        return F.mse_loss(result_BD, y_BF[:, :6]) + kept_BE.sum(0).var(), result_BD
+
+
 class Prototypes(TwoEncoders):
     """Distances from means of classes: of a few rows some classes have none, and everything is NaN."""
 
@@ -236,6 +262,7 @@ class SetsItselfUp(TwoEncoders):
         OtherRows,
         Routing,
         SetsItselfUp,
+        DealtByNoise,
         Prototypes,
         AsksForGradients,
         Transports,

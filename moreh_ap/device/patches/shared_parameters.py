@@ -42,8 +42,8 @@ def _held(module: nn.Module) -> Iterable[tuple[str, Tensor, Tensor]]:
         held: Tensor = parameter
         if isinstance(parameter, VirtualTensor) and isinstance(parameter._cell.value, Here):
             held = parameter._cell.value.tensor
-        elif type(parameter) is not nn.Parameter:
-            continue
+        elif type(parameter) is not nn.Parameter or torch._C._functorch.is_functorch_wrapped_tensor(held):
+            continue  # of a class of its own, or made inside of a transform of `torch.func`
         if held.device.type == "cpu" and held.layout is torch.strided and held.numel():
             yield name, parameter, held
 

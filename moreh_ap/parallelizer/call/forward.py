@@ -157,7 +157,7 @@ class EagerForward(Execution):
             grads.append(scaled_gradient(self.call, self.kinds[index], result, grad))
         if roots:
             if not any(grad is not None for grad in output_grads[: self.num_own]):
-                self._refuse_to_enter_inside()
+                self._refuse_to_enter_inside(roots)
             try:
                 with self.drawing.backward(), self._watching() if self._watched else nullcontext():
                     torch.autograd.backward(roots, grads, retain_graph=retain_graph or self._shares_history)
@@ -178,9 +178,10 @@ class EagerForward(Execution):
             if grad is not None and isinstance(result, Tensor) and result.requires_grad
         ]
 
-    def _refuse_to_enter_inside(self) -> None:
-        """FSDP2 gathers a block for its backward when a gradient comes to the block's output."""
-        if fsdp_roots(self.call.module):
+    def _refuse_to_enter_inside(self, roots: Sequence[Tensor]) -> None:
+        """FSDP2 gathers a block for its backward when a gradient comes to the block's output: a loss in an attribute
+        (``self.last_loss``) may be computed from the model's output."""
+        if fsdp_roots(self.call.module) and not come_to(roots, self._results[: self.num_own]):
             raise UnsupportedError(
                 "backward() starts at tensors that hooks saw, or at attributes, and at no output of the model, which "
                 "is sharded.",
@@ -275,6 +276,21 @@ def scaled_gradient(call: Call, kind: str, result: Tensor, grad: Tensor) -> Tens
         return (grad if call.axis.rank == 0 else torch.zeros_like(grad)).to(result.dtype)
     counts_once = call.kinds is not None and kind == "same"
     return (grad * (1.0 / call.axis.size) if counts_once else grad).to(result.dtype)
+
+
+def come_to(roots: Sequence[Tensor], outputs: Sequence[Any]) -> bool:
+    """Says whether gradients of some tensors reach parameters only by way of outputs."""
+    ends = {leaf.grad_fn for leaf in outputs if isinstance(leaf, Tensor) and leaf.grad_fn is not None}
+    waiting, seen = [root.grad_fn for root in roots], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node in ends or node in seen:
+            continue
+        if node is None or hasattr(node, "variable"):  # a leaf
+            return False
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return bool(ends)
 
 
 def _own_leaf(leaf: Any, grad: bool) -> Any:

@@ -5,6 +5,7 @@ Decides what is noted of each. Must not know why; `lockstep.py` finds in it whic
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +25,48 @@ class Called:
 
     Attributes:
         name: The function or module.
-        numbers: The leaves of its arguments, with everything but whole numbers left out (None).
+        numbers: The leaves of its arguments, with everything but numbers left out (None), and so are numbers that the
+            forward has read from a tensor: they follow values, not the number of rows.
         after: The position of the first call that is not inside it.
     """
 
     name: str
     numbers: list[float | None]
     after: int
+
+
+class _ReadInt(int):
+    """A whole number that a forward has read from a tensor; what arithmetic makes of it is another one."""
+
+
+class _ReadFloat(float):
+    """The same of a fraction."""
+
+
+def _mark(value: Any) -> Any:
+    if type(value) is list:
+        return [_mark(one) for one in value]
+    return _ReadInt(value) if type(value) is int else _ReadFloat(value) if type(value) is float else value
+
+
+def _operation(function: Callable[..., Any], *, is_turned: bool = False) -> Callable[..., Any]:
+    def operation(self: Any, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float)) for other in others):
+            return NotImplemented
+        plain = [int(one) if isinstance(one, int) else float(one) for one in (self, *others)]
+        return _mark(function(*(reversed(plain) if is_turned else plain)))
+
+    return operation
+
+
+for _kind in (_ReadInt, _ReadFloat):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        _function = getattr(operator, _name)
+        setattr(_kind, f"__{_name}__", _operation(_function))
+        setattr(_kind, f"__r{_name}__", _operation(_function, is_turned=True))
+    _kind.__neg__ = _operation(operator.neg)  # type: ignore[method-assign]
+
+_READ = frozenset({"tolist", "item"})
 
 
 class NumberRecorder(OwnDevice):
@@ -58,9 +94,11 @@ class NumberRecorder(OwnDevice):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not is_question(func) and not is_called_by(GATHERING):
-            self._record(function_name(func), args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        if is_question(func) or is_called_by(GATHERING):
+            return super().__torch_function__(func, types, args, kwargs)
+        name = self._record(function_name(func), args, kwargs).name
+        result = super().__torch_function__(func, types, args, kwargs)
+        return _mark(result) if name in _READ else result
 
     def _call_module(self, call: Original, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         called = self._record(module_step(module), args, kwargs)

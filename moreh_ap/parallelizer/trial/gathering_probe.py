@@ -33,6 +33,10 @@ from moreh_ap.parallelizer.trial.row_comparison import close
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.rng_state import seeded_state_of_host
 
+_CUT_BY_SIZES = frozenset({"split", "split_with_sizes"})
+_FIND = frozenset({"__int__", "__index__", "nonzero", "argwhere", "unique", "masked_select", "numpy"})
+"""Functions by which Python gets to know how many entries have some value; see also `recorded_calls.py`."""
+
 
 class GatheringProbe(JoinedProbe):
     """Learns where rows meet, then runs as `JoinedProbe` does."""
@@ -72,22 +76,33 @@ class GatheringProbe(JoinedProbe):
             raise Refused("numbers of Python decide what functions do with rows, which depend on each other")
         return every_way
 
-    def _record(self, host: bytes | None, chosen: Sequence[int], grad: bool = True) -> tuple[Sequence[Called], bool]:
+    def _record(
+        self, host: bytes | None, chosen: Sequence[int], grad: bool = True, *, draws_others: bool = False
+    ) -> tuple[Sequence[Called], bool]:
         """Returns what a forward of some rows calls if Python's and NumPy's streams start at `host`, and whether it
-        draws from them."""
+        draws from them; `draws_others`: with other random numbers of PyTorch."""
         recorder = NumberRecorder(self.call.device)
-        drawing = self._forward(chosen, recorder, host, grad)
+        drawing = self._forward(chosen, recorder, host, grad, draws_others)
         return recorder.calls, drawing.moved_host()
 
     def steps_of_batch(self) -> tuple[Step, ...] | None:
         """Returns the steps with the numbers that all rows of the batch have; None if these call other functions.
 
-        A collective; it runs the forward on all rows of the batch, without gradients.
+        A collective; it runs the forward on all rows of the batch, without gradients. A forward that asks whether there
+        are any (``if x.requires_grad:``) may then call others; it runs once more with gradients, and nothing is kept
+        for a backward.
         """
         if not self.in_order:
             return None if any(step.is_of_one_size for step in self.steps) else self.steps
+        found = self._steps_of_all_rows(grad=False)
+        if found is None and self.call.grad:
+            with torch.autograd.graph.saved_tensors_hooks(lambda saved: None, lambda nothing: nothing):
+                found = self._steps_of_all_rows(grad=True)
+        return found
+
+    def _steps_of_all_rows(self, *, grad: bool) -> tuple[Step, ...] | None:
         calls: list[Sequence[Called]] = []
-        run = partial(self._record, self.call.random.host, range(self.rows), grad=False)
+        run = partial(self._record, self.call.random.host, range(self.rows), grad=grad)
         failed = bool(attempt(lambda: calls.append(run()[0]), self.call.module))
         found = None if failed else with_numbers_of(self.steps, calls[0], *self._few, self.rows)
         return found if everywhere(found is not None, self.call) else None
@@ -106,7 +121,7 @@ class GatheringProbe(JoinedProbe):
 
     def _learned(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
         number, first = len(self._chosen), len(self._first)
-        others, _ = self._record(host, self._chosen[-first:])
+        others, _ = self._record(host, self._chosen[-first:], draws_others=True)
         lockstep = Lockstep(
             self.call.device,
             rows=(first, number - first),
@@ -141,10 +156,15 @@ class GatheringProbe(JoinedProbe):
         """The rows that the first of two workers has."""
         return self._chosen[: row_range(0, 2, len(self._chosen))[1]]
 
-    def _forward(self, chosen: Sequence[int], mode: OwnDevice, host: bytes | None, grad: bool) -> Drawing:
+    def _forward(
+        self, chosen: Sequence[int], mode: OwnDevice, host: bytes | None, grad: bool, draws_others: bool = False
+    ) -> Drawing:
         """Runs some rows under a mode; returns what knows the random numbers that they drew."""
         args, kwargs = self._arguments(chosen)
-        call = replace(self.call, random=RandomPolicy(stream=self.call.random.stream, host=host))
+        stream = self.call.random.stream
+        if draws_others and stream is not None:
+            stream = torch.Generator().manual_seed(0).get_state()
+        call = replace(self.call, random=RandomPolicy(1 if draws_others else None, stream, host))
         with self._from_the_same_state(), NoDropout():
             run = EagerForward(replace(call, grad=grad and call.grad), args, kwargs, reduction=mode)
         return run.drawing
@@ -243,8 +263,13 @@ def with_numbers_of(
         changed = [
             RowCount(place, 0, number)
             for place, number in enumerate(called.numbers)
-            if number is not None and place not in known and again[place] == before.numbers[place] != number
+            if number is not None
+            and before.numbers[place] is not None
+            and place not in known
+            and again[place] == before.numbers[place] != number
         ]
+        if changed and step.name in _CUT_BY_SIZES and any(earlier.name in _FIND for earlier in found):
+            return None  # as many rows as an expert gets may by chance be as many of a few rows and of as many others
         found.append(replace(step, follows=(*kept, *changed)))
         is_one = step.name.startswith(OF_MODULES) and not step.enters
         position = called.after if is_one else position + 1

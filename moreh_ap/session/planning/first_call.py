@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moreh_ap.errors import PlanError, WorkerLostError
+from moreh_ap.errors import PlanError, UnsupportedError, WorkerLostError
 from moreh_ap.local import logger
 from moreh_ap.plan import Plan
 from moreh_ap.planner.search import verified_kinds
@@ -52,6 +52,20 @@ def tell_watcher(root: nn.Module, call: reduced_model.Call) -> None:
     watcher = _watcher.get()
     if watcher is not None:
         watcher(root, call)
+
+
+def refuse_nested(call: reduced_model.Call) -> None:
+    """Refuses nested tensors among the arguments of a model's first call: their sizes are no numbers.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in flatten(call[1:])[0]):
+        raise UnsupportedError(
+            f"{type(call[0]).__name__} is called with a nested tensor (`torch.nested`) on the accelerator.",
+            allowed="Padded tensors with a mask, lists of tensors, and packed sequences.",
+            fix="model(batch.to_padded_tensor(0.0), mask)",
+        )
 
 
 def plan_first_call(session: Session, root: nn.Module, call: reduced_model.Call) -> Planned:

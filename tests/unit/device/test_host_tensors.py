@@ -383,6 +383,24 @@ def test_a_tensor_on_the_cpu_is_on_another_device():
     assert type(other.copy_(x)) is torch.Tensor and type(x[torch.tensor([0])]) is HostTensor
     x[torch.tensor([True, False, False])] = 5.0
     assert x.tolist() == [5, 1, 1]
+    assert type(other[:1].expand_as(x)) is type(other.view_as(x)) is torch.Tensor
+    assert type(x.reshape_as(other)) is HostTensor
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_a_sparse_tensor_of_host_tensors_is_one(layout):
+    rows, columns = torch.tensor([0, 0, 1]), as_host(torch.tensor([0, 2, 1]).cuda())
+    values = as_host(torch.tensor([2.0, 1.0, 3.0]).cuda()).requires_grad_()
+    if layout is torch.sparse_coo:
+        made = torch.sparse_coo_tensor(torch.stack([as_host(rows.cuda()), columns]), values, (2, 3))
+    else:
+        made = torch.sparse_csr_tensor(as_host(torch.tensor([0, 2, 3]).cuda()), columns, values, (2, 3))
+    assert type(made) is HostTensor and made.is_cuda and made.layout is layout
+    product = made @ as_host(torch.tensor([[1.0], [2.0], [3.0]]).cuda())
+    product.sum().backward()
+    assert product.flatten().tolist() == [5.0, 6.0] and values.grad.tolist() == [1.0, 3.0, 2.0]
+    on_cpu = torch.sparse_coo_tensor(torch.stack([as_host(rows.cuda()), columns]), values, (2, 3), device="cpu")
+    assert not on_cpu.is_cuda and on_cpu.to_dense().tolist() == [[2.0, 0.0, 1.0], [0.0, 3.0, 0.0]]
 
 
 def test_a_thread_waits_for_tensors_that_another_has_without_their_class():

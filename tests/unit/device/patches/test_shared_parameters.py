@@ -74,3 +74,11 @@ def test_memory_that_is_shared_after_the_move_is_taken_apart(share: Callable[[Te
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         take_apart(model)
+
+
+def test_modules_that_are_made_inside_of_a_transform_share_nothing():
+    def called(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(nn.Linear(2, 3, bias=False).to("meta"), {"weight": weight}, torch.ones(1, 2))
+
+    _, tangent = torch.func.jvp(called, (torch.zeros(3, 2),), (torch.ones(3, 2),))
+    assert tangent.tolist() == [[2.0, 2.0, 2.0]]
