@@ -149,7 +149,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         reduce = self.dispatch_table.get(type(obj))
         try:
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
-            return _with_attributes_first(obj, reduced) if isinstance(obj, (list, dict)) else reduced
+            is_container = isinstance(obj, (list, dict))
+            return _with_attributes_first(obj, reduced) if is_container else _asking_nothing(obj, reduced)
         except (TypeError, RuntimeError, pickle.PicklingError):  # objects of C++ raise a RuntimeError
             return NotSent, (f"a {type(obj).__qualname__}",)
 
@@ -199,6 +200,25 @@ def _with_attributes_first(container: Any, reduced: Any) -> Any:
     made, arguments, attributes, *_ = reduced
     items = list(container) if isinstance(container, list) else dict(container)
     return made, arguments, (attributes, items), None, None, _fill_container
+
+
+def _asking_nothing(obj: Any, reduced: Any) -> Any:
+    """`reduced`, but a class with a `__getattr__` is not asked for `__setstate__` while its object has no attributes.
+
+    Such a method often reads one of them, which would ask for it again, without end (`DynamicBackend` of Keras).
+    """
+    kind = type(obj)
+    asks = any("__getattr__" in vars(base) for base in kind.__mro__) and not hasattr(kind, "__setstate__")
+    if not asks or not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced
+    made, arguments, attributes, *items = reduced
+    if type(attributes) is not dict or any(one is not None for one in items):
+        return reduced
+    return made, arguments, attributes, None, None, _set_attributes
+
+
+def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
+    vars(obj).update(attributes)
 
 
 _OF_CONTAINERS = (None, list.extend, list.__setitem__, dict.__setitem__)
