@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from moreh_ap.protocol.messages.tensors import TensorData
 from moreh_ap.protocol.objects.not_sent import NotSent, OtherStub
+from moreh_ap.protocol.objects.reduced_objects import asking_nothing, with_attributes_first
 from moreh_ap.protocol.script_code.value_forms import is_of_script
 
 
@@ -149,7 +150,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
         reduce = self.dispatch_table.get(type(obj))
         try:
             reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL) if reduce is None else reduce(obj)
-            return _with_attributes_first(obj, reduced) if isinstance(obj, (list, dict)) else reduced
+            is_container = isinstance(obj, (list, dict))
+            return with_attributes_first(obj, reduced) if is_container else asking_nothing(obj, reduced)
         except (TypeError, RuntimeError, pickle.PicklingError):  # objects of C++ raise a RuntimeError
             return NotSent, (f"a {type(obj).__qualname__}",)
 
@@ -189,29 +191,6 @@ class _GlobalsOf:
 
 def _globals_of(name: str) -> dict[str, Any]:
     return vars(importlib.import_module(name))
-
-
-def _with_attributes_first(container: Any, reduced: Any) -> Any:
-    """`reduced`, but a container of a class whose own methods put items in has its attributes before them."""
-    is_plain = all(getattr(type(container), name, None) in _OF_CONTAINERS for name in ("extend", "__setitem__"))
-    if is_plain or reduced[0] is not copyreg.__newobj__ or hasattr(container, "__setstate__"):  # type: ignore[attr-defined]
-        return reduced
-    made, arguments, attributes, *_ = reduced
-    items = list(container) if isinstance(container, list) else dict(container)
-    return made, arguments, (attributes, items), None, None, _fill_container
-
-
-_OF_CONTAINERS = (None, list.extend, list.__setitem__, dict.__setitem__)
-
-
-def _fill_container(container: Any, given: Any) -> None:
-    attributes, items = given
-    if attributes:
-        vars(container).update(attributes)
-    if isinstance(container, list):
-        list.extend(container, items)
-    else:
-        dict.update(container, items)
 
 
 def _is_renamed(kind: type) -> bool:

@@ -40,6 +40,17 @@ class InBatchNegatives(TwoEncoders):
         return (F.cross_entropy(scores_BB, answers_B) + F.cross_entropy(scores_BB.T, answers_B)) / 2, left_BD
 
 
+class ColumnsTogether(TwoEncoders):
+    """Two columns go through the encoder one behind the other: what is drawn for a row of both lies apart."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        first_BTD = F.dropout(self.left(torch.stack([x_BF, 2 * x_BF], dim=1)), 0.2)
+        both_CTD = F.dropout(self.left(torch.stack([y_BF, -y_BF], dim=1).repeat(2, 1, 1)), 0.2)
+        left_BD, columns_2BD = first_BTD.mean(1), both_CTD.mean(1).reshape(2, -1, first_BTD.shape[-1])
+        scores_BC = left_BD @ torch.cat([*columns_2BD.unbind(0)]).T
+        return F.cross_entropy(scores_BC, torch.arange(x_BF.size(0), device=x_BF.device)), left_BD
+
+
 class SupervisedContrast(TwoEncoders):
     """Rows of one class attract each other; the diagonal is masked by as many rows as the batch has."""
 
@@ -254,6 +265,7 @@ class SetsItselfUp(TwoEncoders):
     "model_class",
     [
         InBatchNegatives,
+        ColumnsTogether,
         SupervisedContrast,
         OwnNormalisation,
         BalancedExperts,

@@ -325,10 +325,13 @@ def kinds_in_order(known: Sequence[str], leaves: Sequence[Any], is_gathered: boo
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     first = of_tensors.index("rows") if "rows" in of_tensors else len(of_tensors)
     behind_losses = of_tensors[first:]
-    has_list_of_rows = len(behind_losses) > 1 and set(behind_losses) == {"rows"} and set(known) == set(of_tensors)
+    # Caches keep whether they were filled. Lists with an entry for each row were refused when the forward was tried.
+    only_flags = all(leaf is None or isinstance(leaf, (bool, Tensor)) for leaf in leaves)
+    has_list_of_rows = len(behind_losses) > 1 and set(behind_losses) == {"rows"} and not others and only_flags
     are_alike = [leaf.ndim > 0 for leaf in tensors] == [at >= first for at in range(max(len(tensors), first + 1))]
     if has_list_of_rows and are_alike:
-        return (*of_tensors[:first], *("rows" for _ in tensors[first:]))
+        before_rows = iter(of_tensors[:first])
+        return tuple(next(before_rows, "rows") if isinstance(leaf, Tensor) else "const" for leaf in leaves)
     if not is_gathered or others or len(of_tensors) != len(tensors):
         raise ExactnessError(
             f"A forward returns {len(leaves)} values, and returned {len(known)} before.",

@@ -44,6 +44,7 @@ from moreh_ap.parallelizer.loss.loss_reduction import call_site
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.filled_arguments import FilledArguments
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.torch_calls import (
     asks_for_sizes,
@@ -51,6 +52,7 @@ from moreh_ap.parallelizer.observation.torch_calls import (
     is_question,
     leaves_of,
     map_leaves,
+    tensors_of,
 )
 from moreh_ap.parallelizer.rng.refused_draws import RefusedDraws
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
@@ -233,9 +235,10 @@ class GatheringReduction(JoinedReduction):
         step = self._next(module_step(module), args, kwargs)
         if step.enters:
             return call(*args, **kwargs)
-        self._inside = False  # what is called now is no step of the forward
+        self._inside, given = False, (args, kwargs)  # what is called now is no step of the forward
         try:
             args, kwargs, placements = self._prepare(step, args, kwargs)
+            filled = FilledArguments(given, (args, kwargs))
             if step.deals is None:
                 self._inside, self.rules = has_first_rows(placements), self._rules_inside
                 result = call(*args, **kwargs)
@@ -243,7 +246,10 @@ class GatheringReduction(JoinedReduction):
                 result = self._deal(step.deals, call, (args, kwargs))
         finally:
             self._inside, self.rules = None, self._rules
-        return self._placed(step, result)
+        placed = self._placed(step, result)
+        become = dict(zip(map(id, tensors_of(result)), tensors_of(placed), strict=True))
+        filled.hand_on(lambda leaf: become.get(id(leaf), leaf))
+        return placed
 
     def _deal(self, along: Rows, call: Original, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Tensor:
         """Returns the result of a module of which each worker computes a part. See `dealt_modules.py`."""

@@ -21,6 +21,7 @@ from moreh_ap.parallelizer.data.row_gathering import GatheringReduction
 from moreh_ap.parallelizer.observation.module_calls import OF_MODULES
 from moreh_ap.parallelizer.observation.recorded_calls import Called, NumberRecorder
 from moreh_ap.parallelizer.rng.policy import NUM_OTHER_STREAMS, Drawing, RandomPolicy
+from moreh_ap.parallelizer.rng.shared_draws import have_several
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Step, in_any_order
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
@@ -214,15 +215,25 @@ def interleaved(rows: Sequence[int]) -> list[int]:
 def gathering_probes(
     call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int, each: int
 ) -> Iterator[GatheringProbe]:
-    """Yields what to try where rows meet: each is to be compared before the next. Arguments as `Probe`'s."""
+    """Yields what to try where rows meet: each is to be compared before the next. Arguments as `Probe`'s.
+
+    What is drawn for a row lies together, or else, where a row has several entries, apart: an encoder that gets two
+    columns of a batch, one behind the other.
+    """
     for kind in (GatheringProbe, InterleavedProbe):
-        first = kind(call, args, kwargs, rows, each=each)
-        yield first
-        for steps in first.beginnings():
-            probe = kind(call, args, kwargs, rows, each=each)
-            probe.steps, probe._few = (*steps, Step(REST)), first._few
-            yield probe
-        if first.could_run:
+        could_run = False
+        for repeats in (False, True):
+            first = kind(call, args, kwargs, rows, each=each)
+            first.repeats = repeats
+            yield first
+            for steps in first.beginnings():
+                probe = kind(call, args, kwargs, rows, each=each)
+                probe.steps, probe._few, probe.repeats = (*steps, Step(REST)), first._few, repeats
+                yield probe
+            could_run = could_run or first.could_run
+            if everywhere(not have_several(first.draws.stream), call):
+                break
+        if could_run:
             break
 
 

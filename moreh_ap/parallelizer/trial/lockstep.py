@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
 from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.filled_arguments import FilledArguments
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.recorded_calls import Called
 from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of, tensors_of
@@ -168,8 +169,10 @@ class Lockstep(GlobalReduction):
                     learned = trial.decide_on_module()
                 if learned is not None:
                     step, found = learned
-                    self._inside = trial.takes_means
+                    self._inside, filled = trial.takes_means, FilledArguments((args, kwargs), (args, kwargs))
                     result = call(*args, **kwargs)
+                    if {*map(id, filled.added())} - {*map(id, tensors_of(result))}:
+                        raise Refused(f"{type(module).__name__} puts into its arguments what it does not return")
                     self._position = after
                     self._note(step, leaves, doubles)
                     self._place(result, found)

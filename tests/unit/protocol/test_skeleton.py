@@ -162,3 +162,20 @@ def test_containers_that_track_what_is_put_in_arrive_with_their_trackers():
 def test_operations_of_pytorch_are_themselves_in_a_worker():
     table = {torch.ops.aten.clone.default: 1, torch.ops.aten.add: 2}
     assert unpickle_attribute(pickle_attribute(table, {}), nn.Module()) == table
+
+
+class _Switch:
+    """As Keras' switch of backends: it reads an attribute to find the others."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __getattr__(self, name):
+        return f"{name} of {self.name}"
+
+
+def test_an_object_that_looks_up_what_it_lacks_arrives_with_its_attributes():
+    layer = nn.Linear(2, 2)
+    layer.switch = _Switch("torch")
+    copy = unpickle_skeleton(pickle_skeleton(layer), torch.device("cpu"))
+    assert copy.switch.name == "torch" and copy.switch.sum == "sum of torch"

@@ -36,9 +36,19 @@ def test_caches_of_layers_that_were_not_dropped_have_rows():
     assert kinds_in_order(known[1:], [ROWS] * 6, is_gathered=False) == ("rows",) * 6
 
 
+def test_caches_say_of_each_layer_whether_it_was_dropped():
+    known = ("share", "rows", "rows", "rows", "const")
+    assert kinds_in_order(known, [LOSS, ROWS, None, None, ROWS, False], False) == (
+        *("share", "rows", "const", "const"),
+        *("rows", "const"),
+    )
+    assert kinds_in_order(known[:-1], [LOSS, ROWS, None], False) == ("share", "rows", "const")
+
+
 @pytest.mark.parametrize(
     ("known", "leaves"),
     [
+        (("share", "rows", "rows", "const"), [LOSS, ROWS, ROWS, 3, 4]),  # numbers may be those of rows
         (("share", "rows", "rows"), [ROWS, ROWS]),  # without the loss
         (("share", "rows", "rows"), [LOSS]),
         (("share", "rows", "same"), [LOSS, ROWS]),
