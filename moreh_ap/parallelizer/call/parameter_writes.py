@@ -113,16 +113,25 @@ class WrittenParameters(TorchDispatchMode):
 
 
 class _SettingData(TorchFunctionMode):
-    """Inside, tensors to which the forward gives the memory of others are told to `note`."""
+    """Inside, tensors to which the forward gives the memory of others are told to `note`.
+
+    A module's `to` gives each parameter what it becomes, which is its own memory where nothing changes.
+    """
 
     def __init__(self, note: Callable[[Tensor], None]) -> None:
         super().__init__()
         self._note = note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == _SET_DATA and not is_called_by(GATHERING):
+        if func == _SET_DATA and not is_called_by(GATHERING) and not _is_same(*args):
             self._note(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _is_same(tensor: Tensor, other: Any) -> bool:
+    """Returns whether two tensors are the same entries of the same memory."""
+    layouts = [(one.data_ptr(), one.shape, one.stride(), one.dtype) for one in (tensor, other)]
+    return layouts[0] == layouts[1]
 
 
 def _address(tensor: Tensor) -> int:
