@@ -165,13 +165,14 @@ def test_an_entry_that_was_edited_does_not_count(entry):
     assert known.known_times(model, call()) is None
 
 
-def test_a_folder_that_cannot_be_written_loses_the_result_alone(clock, monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_written_loses_the_result_with_the_process(clock, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MOREH_AP_CACHE", str(tmp_path / "file"))
     model, known = nn.Linear(4, 2), places()
     optimizer = measure(known, 1.0, model)
     assert len(run(known.take_due(), optimizer, [1.0] * 4, clock)) == 1
-    assert known.known_times(model, call()) is None
+    assert known.known_times(model, call()) is not None
+    assert (tmp_path / "file").read_text() == ""
 
 
 def test_equal_options_are_equal_whoever_gives_the_number_of_devices():
