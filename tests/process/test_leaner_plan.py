@@ -70,8 +70,8 @@ def test_the_next_plan_takes_over_from_the_copy_of_the_one_worker_that_ran_out_a
 
 @pytest.mark.rotating  # one more way each
 def test_by_default_the_next_plan_takes_over_before_there_is_a_copy(folder):
-    ((before, after, steps),) = run_out(folder, "alone", MOREH_RECOVERY="auto")
-    assert before != after and steps > 0
+    ((before, after, steps),) = run_out(folder, "backward", MOREH_RECOVERY="auto")
+    assert before != after and steps == 4
 
 
 @pytest.mark.rotating  # one more way each
