@@ -77,6 +77,8 @@ def module_that_renames(module: nn.Module) -> nn.Module | None:
     for submodule in module.modules():
         if any("." in name for name in submodule._parameters):
             return submodule
+        if getattr(submodule.named_parameters, "__func__", None) is nn.Module.named_parameters:
+            continue
         taken = inspect.signature(submodule.named_parameters).parameters
         if "remove_duplicate" not in taken and all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
             return submodule

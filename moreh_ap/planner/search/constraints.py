@@ -95,3 +95,10 @@ def for_packed_weights(constraints: Constraints, given: Plan | None) -> Constrai
             f'torch.moreh.option.enable_advanced_parallelization(plan="shard={given.num_devices}")',
         )
     return replace(constraints, pipeline_parallel=False, tensor_degrees=(1,), mixed_precision=False)
+
+
+def with_parameters_in_place(constraints: Constraints) -> Constraints:
+    """Returns what is left for a model in which nothing can take the place of a parameter: replicas in float32."""
+    shards = constraints.distribute_parameter is True  # the script asks for them, and the workers say why not
+    left = replace(constraints, distribute_parameter=shards, offload=False)
+    return replace(left, pipeline_parallel=False, tensor_degrees=(1,), mixed_precision=False)

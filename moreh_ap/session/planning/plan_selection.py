@@ -18,12 +18,12 @@ from moreh_ap.planner.profiles.model_profile import ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape
 from moreh_ap.planner.search.candidate import Candidate
 from moreh_ap.planner.search.choice import Choice, choose_plan
-from moreh_ap.planner.search.constraints import Constraints, for_packed_weights
+from moreh_ap.planner.search.constraints import Constraints, for_packed_weights, with_parameters_in_place
 from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.planning_task import UNCORRECTED, Corrections, Task
 from moreh_ap.planner.search.search_space import tensor_degrees_of
 from moreh_ap.planner.search.verified_kinds import verified_kinds
-from moreh_ap.protocol.blocks import block_lists
+from moreh_ap.protocol.blocks import block_lists, module_that_renames, modules_aside
 from moreh_ap.protocol.dropout import draws_random_numbers
 from moreh_ap.session.models.script_hooks import has_hooks_of_script
 from moreh_ap.session.planning import device_count, oom_records
@@ -183,6 +183,8 @@ class Question:
             constraints = replace(constraints, compiles_blocks=True)
         if has_packed_weights(root):
             constraints = for_packed_weights(constraints, self.given)
+        if module_that_renames(root) is not None or modules_aside(root):
+            constraints = with_parameters_in_place(constraints)
         if self.has_items and self.given is None and constraints.num_micro_batches == "auto":
             constraints = replace(constraints, num_micro_batches=1, pipeline_parallel=False)
         if joins_rows(root):

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
 from moreh_ap.planner.cost.hardware import Device, find_cluster
 from moreh_ap.planner.cost.training_systems import MOREH_AP
 from moreh_ap.planner.profiles.model_profile import LayerProfile, ModelProfile
 from moreh_ap.planner.profiles.transformer_shape import TransformerShape, profile_of
+from moreh_ap.planner.search.plan_search import search
 from moreh_ap.planner.search.verified_kinds import verified_kinds
 from moreh_ap.session.planning.machine_profile import Machine
 from moreh_ap.session.planning.model_profiling import has_items
@@ -73,8 +75,35 @@ def test_an_option_is_passed_on(name, value):
     assert getattr(left(**{name: value}), name) == value != getattr(left(), name)
 
 
-def question(has_items: bool, **options):
-    return Question(Options(**options), nn.Linear(2, 2), LLAMA, PROFILE, SHAPE, 64, has_items)
+def question(has_items: bool, root=None, **options):
+    return Question(Options(**options), root or nn.Linear(2, 2), LLAMA, PROFILE, SHAPE, 64, has_items)
+
+
+class Renaming(nn.Module):
+    """Has a parameter whose name is no attribute, as networks that TensorDict stacks have."""
+
+    def __init__(self):
+        super().__init__()
+        self._parameters["layers.weight"] = nn.Parameter(torch.ones(2))
+
+
+class Aside(nn.Module):
+    """Keeps layers in a list of Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(2, 2)]
+        self.parameters_of_layers = nn.ParameterList(self.layers[0].parameters())
+
+
+@pytest.mark.parametrize("kind", [Renaming, Aside])
+def test_where_nothing_can_take_a_parameter_s_place_plans_have_replicas_in_float32(kind):
+    candidates = search(question(False, kind()).task_on(machine())).candidates
+    plans = [candidate.plan for candidate in candidates]
+    assert Plan(8) in plans
+    assert {(plan.replicate, plan.precision, plan.offload) for plan in plans} == {(8, "fp32", "none")}
+    asked = question(False, kind(), distribute_parameter=True).task_on(machine()).constraints
+    assert asked.distribute_parameter is True, "the workers say why it cannot be"
 
 
 def test_a_call_with_items_is_not_planned_with_pieces_unless_the_script_asks_for_them():
