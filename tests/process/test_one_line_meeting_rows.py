@@ -225,8 +225,8 @@ class DealtByNoise(TwoEncoders):
         kept_BE = torch.zeros_like(gates_BE).scatter(1, expert_B1, largest_B1)
         expert_N2, order_N2 = kept_BE.nonzero().sort(0)
         row_N = kept_BE.nonzero()[order_N2[:, 1], 0]
-        counts_E = (kept_BE > 0).sum(0).tolist()
-        first, second = x_BF[row_N].split(counts_E)
+        number, other = (kept_BE[:, 0] > 0).sum().tolist(), int((kept_BE[:, 1] > 0).sum())
+        first, second = x_BF[row_N].split([number, other])
         dealt_ND = torch.cat([self.left(first), self.right(second)])
         dealt_ND = dealt_ND * kept_BE[row_N].gather(1, expert_N2[:, 1:])
         result_BD = torch.zeros(len(x_BF), 6, device=x_BF.device).index_add(0, row_N, dealt_ND)

@@ -34,10 +34,6 @@ from moreh_ap.parallelizer.trial.row_comparison import close
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.rng_state import seeded_state_of_host
 
-_CUT_BY_SIZES = frozenset({"split", "split_with_sizes"})
-_FIND = frozenset({"__int__", "__index__", "nonzero", "argwhere", "unique", "masked_select", "numpy"})
-"""Functions by which Python gets to know how many entries have some value; see also `recorded_calls.py`."""
-
 
 class GatheringProbe(JoinedProbe):
     """Learns where rows meet, then runs as `JoinedProbe` does."""
@@ -103,9 +99,18 @@ class GatheringProbe(JoinedProbe):
 
     def _steps_of_all_rows(self, *, grad: bool) -> tuple[Step, ...] | None:
         calls: list[Sequence[Called]] = []
-        run = partial(self._record, self.call.random.host, range(self.rows), grad=grad)
-        failed = bool(attempt(lambda: calls.append(run()[0]), self.call.module))
-        found = None if failed else with_numbers_of(self.steps, calls[0], *self._few, self.rows)
+
+        def runs(rows: Sequence[int], **draws: bool) -> bool:
+            run = partial(self._record, self.call.random.host, rows, grad=grad, **draws)
+            return not attempt(lambda: calls.append(run()[0]), self.call.module)
+
+        found = with_numbers_of(self.steps, calls[0], *self._few, self.rows) if runs(range(self.rows)) else None
+        may_follow = found is not None and any(not count.multiple for step in found for count in step.follows)
+        if not everywhere(not may_follow, self.call):  # do they follow the values of these rows? Others are as many
+            every, last = range(self.rows), self.rows - 1
+            pairs = [row - row % 2 for row in every], [min(row + 1 - row % 2, last) for row in every]
+            did_run = [runs(rows, draws_others=True) for rows in pairs]
+            found = with_numbers_of(self.steps, calls[0], *self._few, self.rows, calls[1:]) if all(did_run) else None
         return found if everywhere(found is not None, self.call) else None
 
     def _steps_of(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
@@ -242,7 +247,12 @@ def _names(calls: Sequence[Called]) -> list[str]:
 
 
 def with_numbers_of(
-    steps: Sequence[Step], calls: Sequence[Called], fewer: Sequence[Called], others: Sequence[Called], rows: int
+    steps: Sequence[Step],
+    calls: Sequence[Called],
+    fewer: Sequence[Called],
+    others: Sequence[Called],
+    rows: int,
+    alike: Sequence[Sequence[Called]] = (),
 ) -> tuple[Step, ...] | None:
     """Returns steps with the numbers of a whole batch, where these follow the number of rows in another way than its
     multiples do; None if the batch calls other functions than a few rows.
@@ -253,7 +263,10 @@ def with_numbers_of(
         fewer: What fewer rows call.
         others: What as many other rows call.
         rows: Rows of the batch.
+        alike: What batches of as many other rows call: numbers that differ there are no numbers of rows.
     """
+    if any(_names(one) != _names(calls) for one in alike):
+        return None
     if len(fewer) != len(others):  # values decide what the forward calls: no number is known to follow the rows so
         return tuple(steps)
     found: list[Step] = []
@@ -278,9 +291,8 @@ def with_numbers_of(
             and before.numbers[place] is not None
             and place not in known
             and again[place] == before.numbers[place] != number
+            and all(one[position].numbers[place] == number for one in alike)
         ]
-        if changed and step.name in _CUT_BY_SIZES and any(earlier.name in _FIND for earlier in found):
-            return None  # as many rows as an expert gets may by chance be as many of a few rows and of as many others
         found.append(replace(step, follows=(*kept, *changed)))
         is_one = step.name.startswith(OF_MODULES) and not step.enters
         position = called.after if is_one else position + 1

@@ -37,6 +37,15 @@ def test_a_capacity_is_that_of_the_batch():
     assert found[2].is_of_one_size and not found[0].is_of_one_size
 
 
+def test_a_number_that_is_another_for_as_many_other_rows_is_no_number_of_rows():
+    batch, few = calls(64, inside=3), (calls(4), calls(4))
+    others = calls(64, inside=3)
+    assert with_numbers_of(STEPS, batch, *few, 64, [others])[2].follows == (RowCount(1, 0, 20),)
+    others[-2].numbers[:] = [None, 19]
+    assert with_numbers_of(STEPS, batch, *few, 64, [calls(64, inside=3), others])[2].follows == ()
+    assert with_numbers_of(STEPS, batch, *few, 64, [others[:-1]]) is None, "values decide what is called"
+
+
 def test_numbers_that_all_rows_do_not_change_are_left_alone():
     assert with_numbers_of(STEPS, calls(6), calls(4), calls(4), 6) == STEPS
 
