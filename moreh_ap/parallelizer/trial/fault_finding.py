@@ -1,8 +1,9 @@
 """Why a trial raised an error: because the script's forward cannot run on the rows that were tried, or by our fault.
 
 Decides whose error it is: the same rows run once more as on one device, without what a trial puts around a forward. If
-that raises an error too, no device could run the forward on them; if not, what was put around it is at fault. Must not
-know what follows from either (`split_check.py`).
+that raises an error too, no device could run the forward on them; if not, what was put around it is at fault. A check
+of the forward's own (``raise ValueError`` for a size that is not the expected one) is none: it says that the rows are
+not to be dealt as was tried. Must not know what follows from either (`split_check.py`).
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def try_out(step: Callable[[], None], again: Callable[[], None], call: Call) -> 
         call: What is being tried.
     """
     own, reason, fault = Outcome.DONE, "", ""
+    without_fault = Outcome.FAULT  # what an error is that one device does not raise
     try:
         step()
     except _REFUSALS as refusal:
@@ -70,14 +72,16 @@ def try_out(step: Callable[[], None], again: Callable[[], None], call: Call) -> 
     except Exception as error:  # any error, of the script's forward or of what is put around it
         recover(call.module)
         own = Outcome.REFUSED if isinstance(error, _ON_PURPOSE) else Outcome.FAULT
+        without_fault = Outcome.REFUSED if _is_own_check(error) else Outcome.FAULT
         fault = "".join(traceback.format_exception(error)) if own is Outcome.FAULT else ""
         kind = "" if isinstance(error, StageFailed) else f"{type(error).__name__}: "
         first_line = str(error).partition("\n")[0]
         reason = f"the forward of a few rows raised {kind}{first_line}"
     if not everywhere(own is not Outcome.FAULT, call):
         raises_again = not _runs(again, call)  # on every worker: what is sharded is gathered by all at once
-        if own is Outcome.FAULT and raises_again:
-            own, fault = Outcome.CANNOT_RUN, ""
+        if own is Outcome.FAULT:
+            own = Outcome.CANNOT_RUN if raises_again else without_fault
+            fault = fault if own is Outcome.FAULT else ""
     outcome = Outcome(worst(own, call))
     return Finding(outcome, reason or _OF_OTHERS[outcome], fault)
 
@@ -88,6 +92,15 @@ _OF_OTHERS = {
     Outcome.CANNOT_RUN: "the forward of a few rows raised an error on another worker",
     Outcome.FAULT: "the forward of a few rows raised an error on another worker",
 }
+
+
+def _is_own_check(error: Exception) -> bool:
+    """Returns whether the code of a forward, which is neither PyTorch's nor ours, has raised the error of a check."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+    package = "" if frames is None else str(frames.tb_frame.f_globals.get("__name__")).partition(".")[0]
+    return isinstance(error, (ValueError, AssertionError)) and package not in ("", "torch", "moreh_ap")
 
 
 def _runs(again: Callable[[], None], call: Call) -> bool:

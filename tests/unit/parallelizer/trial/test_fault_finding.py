@@ -53,3 +53,18 @@ def test_an_error_that_one_device_does_not_raise_is_ours(again):
     found = try_out(raising(KeyError("x")), again, CALL)
     assert (found.outcome, found.reason) == (Outcome.FAULT, "the forward of a few rows raised KeyError: 'x'")
     assert found.fault.startswith("Traceback") and found.fault.endswith("KeyError: 'x'\n")
+
+
+@pytest.mark.parametrize("kind", [ValueError, AssertionError])
+def test_a_check_of_the_forward_s_own_that_one_device_passes_is_nobodys_fault(kind):
+    found = try_out(raising(kind("a size of (4, 2)")), nothing, CALL)
+    assert found == Finding(Outcome.REFUSED, f"the forward of a few rows raised {kind.__name__}: a size of (4, 2)")
+    alone = try_out(raising(kind("two rows or more")), raising(kind("two rows or more")), CALL)
+    assert alone.outcome is Outcome.CANNOT_RUN, "more rows are tried"
+
+
+def test_a_check_of_pytorch_may_be_ours():
+    def run() -> None:
+        nn.MultiheadAttention(3, 2)  # an assertion of PyTorch's
+
+    assert try_out(run, nothing, CALL).outcome is Outcome.FAULT
