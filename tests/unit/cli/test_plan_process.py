@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moreh_ap.cli import plan_process
+from moreh_ap.cli import plan_command, plan_process
+from moreh_ap.cli.main import main
 
 CHILD = """
 import os, subprocess, sys, time
@@ -59,3 +60,13 @@ def test_the_process_gets_options_script_and_arguments():
     assert command[0] == sys.executable and command[4:] == ["train.py", "--lr", "1"]
     assert json.loads(command[3]) == {"top": 5, "devices": None}
     assert os.path.isfile(Path(plan_process.__file__).with_name(command[2].rpartition(".")[2] + ".py"))
+
+
+def test_options_behind_a_script_are_the_script_s_and_one_line_says_so(monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(plan_command, "in_a_process", lambda *given: calls.append(given) or 0)
+    assert main(["plan", "--devices", "8xH100", "train.py", "--lr", "1"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["plan", "train.py", "--devices", "8xH100", "--lr=1"]) == 0
+    assert capsys.readouterr().err == "train.py gets --devices: options of moreh-ap plan stand before it\n"
+    assert [given[2] for given in calls] == [["--lr", "1"], ["--devices", "8xH100", "--lr=1"]]
