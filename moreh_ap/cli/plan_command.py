@@ -164,8 +164,8 @@ def _of_script(arguments: argparse.Namespace, script_arguments: list[str]) -> in
             "docs/dry-run.md",
         )
     del options["run"]
-    flags = {f"--{name.replace('_', '-')}" for name in options}
-    if taken := [one for one in script_arguments if one.partition("=")[0] in flags]:
+    own = {f"--{name.replace('_', '-')}" for name in options}
+    if taken := [one for one in script_arguments if one.partition("=")[0] in own]:
         print(f"{arguments.model} gets {', '.join(taken)}: options of moreh-ap plan stand before it", file=sys.stderr)
     return in_a_process(options, arguments.model, script_arguments)
 
