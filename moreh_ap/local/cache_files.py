@@ -69,7 +69,7 @@ class CacheFile:
         self._unwritten[path, key] = entry
         with _alone(path):
             write_whole(path, json.dumps({**self._read(), key: entry}, indent=1, ensure_ascii=False) + "\n")
-        del self._unwritten[path, key]
+        self._unwritten.pop((path, key), None)  # another thread may have written it as well
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -5,7 +5,6 @@ Decides what is noted of each. Must not know why; `lockstep.py` finds in it whic
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 
 from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
+from moreh_ap.parallelizer.observation.number_arithmetic import define_arithmetic
 from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 
@@ -49,22 +49,12 @@ def _mark(value: Any) -> Any:
     return _ReadInt(value) if type(value) is int else _ReadFloat(value) if type(value) is float else value
 
 
-def _operation(function: Callable[..., Any], *, is_turned: bool = False) -> Callable[..., Any]:
-    def operation(self: Any, *others: Any) -> Any:
-        if not all(isinstance(other, (int, float)) for other in others):
-            return NotImplemented
-        plain = [int(one) if isinstance(one, int) else float(one) for one in (self, *others)]
-        return _mark(function(*(reversed(plain) if is_turned else plain)))
-
-    return operation
+def _evaluate(function: Callable[..., Any], *numbers: Any) -> Any:
+    return _mark(function(*(int(one) if isinstance(one, int) else float(one) for one in numbers)))
 
 
 for _kind in (_ReadInt, _ReadFloat):
-    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-        _function = getattr(operator, _name)
-        setattr(_kind, f"__{_name}__", _operation(_function))
-        setattr(_kind, f"__r{_name}__", _operation(_function, is_turned=True))
-    _kind.__neg__ = _operation(operator.neg)  # type: ignore[method-assign]
+    define_arithmetic(_kind, _evaluate)
 
 _READ = frozenset({"tolist", "item"})
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import builtins
 import math
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from moreh_ap.parallelizer.observation.number_arithmetic import define_arithmetic
 from moreh_ap.patching import Patches
 
 
@@ -93,15 +93,6 @@ def of_both(function: Callable[..., Any], *numbers: Any) -> Any:
     return RowNumber(own, everyone) if isinstance(own, int) and isinstance(everyone, int) else RowFloat(own, everyone)
 
 
-def _operation(function: Callable[..., Any], *, is_turned: bool = False) -> Callable[..., Any]:
-    def operation(self: Any, *others: Any) -> Any:
-        if not all(isinstance(other, (int, float)) for other in others):
-            return NotImplemented
-        return of_both(function, *(reversed((self, *others)) if is_turned else (self, *others)))
-
-    return operation
-
-
 def _of_numpy(self: Any, function: Any, method: str, *given: Any, **options: Any) -> Any:
     if method == "__call__" and not options:
         return of_both(lambda *numbers: _plain(function(*numbers)), *given)
@@ -113,11 +104,7 @@ def _plain(value: Any) -> Any:
 
 
 for _kind in (RowNumber, RowFloat):
-    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-        _function = getattr(operator, _name)
-        setattr(_kind, f"__{_name}__", _operation(_function))
-        setattr(_kind, f"__r{_name}__", _operation(_function, is_turned=True))
-    _kind.__neg__ = _operation(operator.neg)  # type: ignore[method-assign]
+    define_arithmetic(_kind, of_both)
     _kind.__array_ufunc__ = _of_numpy  # type: ignore[union-attr]
 
 _OF_MATH = ("log", "log2", "log10", "log1p", "sqrt", "exp", "pow", "ceil", "floor")

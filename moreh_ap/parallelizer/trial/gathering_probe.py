@@ -280,7 +280,8 @@ def with_numbers_of(
         if position >= len(calls) or calls[position].name != step.name:
             return None
         called, before, again = calls[position], fewer[position_of_fewer], others[position_of_fewer].numbers
-        if not len(called.numbers) == len(before.numbers) == len(again):
+        many = [one[position].numbers for one in alike]
+        if any(len(numbers) != len(called.numbers) for numbers in (before.numbers, again, *many)):
             return None
         kept = [count for count in step.follows if count.multiple and count.of(rows) == called.numbers[count.position]]
         known = {count.position for count in kept}
@@ -291,7 +292,7 @@ def with_numbers_of(
             and before.numbers[place] is not None
             and place not in known
             and again[place] == before.numbers[place] != number
-            and all(one[position].numbers[place] == number for one in alike)
+            and all(numbers[place] == number for numbers in many)
         ]
         found.append(replace(step, follows=(*kept, *changed)))
         is_one = step.name.startswith(OF_MODULES) and not step.enters
