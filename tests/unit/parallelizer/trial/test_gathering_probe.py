@@ -44,6 +44,8 @@ def test_a_number_that_is_another_for_as_many_other_rows_is_no_number_of_rows():
     others[-2].numbers[:] = [None, 19]
     assert with_numbers_of(STEPS, batch, *few, 64, [calls(64, inside=3), others])[2].follows == ()
     assert with_numbers_of(STEPS, batch, *few, 64, [others[:-1]]) is None, "values decide what is called"
+    others[-2].numbers[:] = [None, 19, 2]
+    assert with_numbers_of(STEPS, batch, *few, 64, [others]) is None, "or with how many arguments"
 
 
 def test_numbers_that_all_rows_do_not_change_are_left_alone():
