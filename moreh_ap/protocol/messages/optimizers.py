@@ -56,10 +56,17 @@ class DescribeOptimizer:
 
 @dataclass(frozen=True)
 class LoadOptimizer:
-    """Replace an optimizer's state: ``{parameter index: {key: TensorData, SavedTensor or a plain value}}``."""
+    """Replace an optimizer's state.
+
+    Attributes:
+        owner: The optimizer.
+        state: ``{parameter index: {key: TensorData, SavedTensor or a plain value}}``.
+        kept: ``{parameter index: keys}`` of entries that stay as the workers have them.
+    """
 
     owner: str
     state: dict[int, dict[str, Any]]
+    kept: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

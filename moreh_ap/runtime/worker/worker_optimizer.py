@@ -67,7 +67,7 @@ class OptimizerCommands:
             StepOptimizer: self._step,
             DescribeOptimizer: lambda command: self._optimizers[command.owner].describe(),
             ReleaseOptimizer: self._release,
-            LoadOptimizer: lambda command: self._optimizers[command.owner].load(command.state),
+            LoadOptimizer: lambda command: self._optimizers[command.owner].load(command.state, command.kept),
             GradientNorm: self._norm,
             ClipGradients: self._clip,
             UnscaleGradients: self._unscale,
@@ -276,22 +276,33 @@ class WorkerOptimizer:
             return torch.empty(held.shape, dtype=value.dtype, device="meta")
         return value.detach().cpu() if isinstance(value, Tensor) else value
 
-    def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """Replace the state; tensors shaped like their parameter are laid out like it."""
+    def load(self, state: dict[int, dict[str, Any]], kept: Mapping[int, tuple[str, ...]]) -> None:
+        """Replaces the state but for what is `kept`, which is laid out like its parameter, as tensors of its shape are."""
+        left = {index: self._left(index, keys) for index, keys in kept.items()}
         self._optimizer.state.clear()
         groups = self._optimizer.param_groups
         fused = {parameter for group in groups if group.get("fused") for parameter in group["params"]}
         for index, entries in state.items():
-            held = self._parameters[index]
-            if held is not None:
+            if (held := self._parameters[index]) is not None:
                 decoded = {key: self._decode(value, held) for key, value in entries.items()}
                 own = self._own(held)
                 if own in fused and "step" in decoded:  # such a step counts on the device
                     decoded["step"] = decoded["step"].to(own.device)
-                self._optimizer.state[own] = decoded
-                self._layouts.note(own, {key for key, value in entries.items() if _shape(value) != held.shape})
+                shapes = {key: _shape(value) for key, value in entries.items()}
+                complete = {key for key, shape in shapes.items() if shape is not None and shape != held.shape}
+                self._optimizer.state[own] = left.get(index, {}) | decoded
+                self._layouts.note(own, complete)
                 if self._offloaded is not None:
                     self._offloaded.put_away(own)
+
+    def _left(self, index: int, keys: tuple[str, ...]) -> dict[str, Any]:
+        """Returns some entries of the state of a parameter, on the device; none if it is not here."""
+        if (held := self._parameters[index]) is None:
+            return {}
+        own = self._own(held)
+        if self._offloaded is not None:
+            self._offloaded.fetch(own)
+        return {key: self._optimizer.state[own][key] for key in keys}
 
     def held(self) -> dict[str, Any]:
         """Returns what the optimizer keeps, for another process with the same one."""
@@ -331,7 +342,7 @@ class WorkerOptimizer:
         vars(self._optimizer).update(held["own"])
         for group, values in zip(self._optimizer.param_groups, held["groups"]):
             group.update(values)
-        self.load(state)
+        self.load(state, kept={})
 
     def _decode(self, value: Any, held: StateShard) -> Any:
         if isinstance(value, SavedTensor):

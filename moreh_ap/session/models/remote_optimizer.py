@@ -46,7 +46,7 @@ from moreh_ap.session.models.parameter_gradients import (
     group_sizes,
     parameters_of,
 )
-from moreh_ap.session.models.remote_state import RemoteState
+from moreh_ap.session.models.remote_state import RemoteState, is_entry
 from moreh_ap.session.own_process.host_step import step_on_values
 from moreh_ap.session.session import Session
 from moreh_ap.session.state_tensors import OnWorkers, as_argument
@@ -160,18 +160,26 @@ class RemoteOptimizer:
             optimizer.state.forget()  # type: ignore[attr-defined]
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:
-        """Sends the state that `load_state_dict` or a checkpoint put into `optimizer`, if any, to the workers."""
-        if not isinstance(optimizer.state, RemoteState):
+        """Sends what the script, `load_state_dict` or a checkpoint has changed of the state, if anything, to the workers.
+
+        A change in place of a tensor that the workers have is theirs already.
+        """
+        state = optimizer.state
+        if not isinstance(state, RemoteState) or (state.is_known and state.has_changed()):
             self._adopt_state(optimizer)
 
     def _adopt_state(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
-        state = {
-            index: {key: _encode(value) for key, value in optimizer.state[parameter].items()}
-            for index, parameter in enumerate(parameters)
-            if parameter in optimizer.state
-        }
-        self.session.outbox.post(LoadOptimizer(self.owner, state))
+        state: dict[int, dict[str, Any]] = {}
+        kept: dict[int, tuple[str, ...]] = {}
+        for index, parameter in enumerate(parameters):
+            if parameter in optimizer.state:
+                entries = optimizer.state[parameter]
+                there = [key for key, value in entries.items() if is_entry(value, self.owner, index, key)]
+                state[index] = {key: _encode(value) for key, value in entries.items() if key not in there}
+                if there:
+                    kept[index] = tuple(there)
+        self.session.outbox.post(LoadOptimizer(self.owner, state, kept))
         optimizer.state = RemoteState(self.session, self.owner, parameters, self)
 
 

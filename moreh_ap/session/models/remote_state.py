@@ -28,25 +28,42 @@ class RemoteState(defaultdict[Tensor, Any]):
         remote: The workers forget the optimizer with it.
 
     Attributes:
-        is_known: Whether there are entries that were read.
+        is_known: Whether entries were read, or all of them taken out.
 
-    Tensors of a parameter's shape are virtual tensors on the workers' state; others (step counts) are plain copies.
+    Tensors of a parameter's shape are virtual tensors on the workers' state; others (step counts) are plain copies. What
+    the script puts in, takes out or changes goes to the workers with the next step, which asks `has_changed`.
     """
 
     def __init__(self, session: Session, owner: str, parameters: list[Tensor], remote: object) -> None:
         super().__init__(dict)
         self._session, self._owner, self._parameters, self._remote = session, owner, parameters, remote
         self.is_known = False
+        self._read: dict[Tensor, tuple[dict[str, Any], dict[str, Any]]] | None = None
 
     def forget(self) -> None:
         """Drops the entries that were read: a step was sent."""
         super().clear()
-        self.is_known = False
+        self.is_known, self._read = False, None
+
+    def has_changed(self) -> bool:
+        """Returns whether the script has put in, taken out or replaced anything since the entries were read."""
+        read = self._read
+        if read is None or super().keys() != read.keys():
+            return True
+        return any(
+            entries is not read[parameter][0] or not _are_marked(entries, read[parameter][1])
+            for parameter, entries in super().items()
+        )
+
+    def clear(self) -> None:
+        """Takes everything out; nothing is read for it."""
+        super().clear()
+        self.is_known, self._read = True, None
 
     def _look(self) -> None:
         if self.is_known:
             return
-        self.is_known = True
+        self.is_known, self._read = True, {}
         session = self._session
         described: dict[int, dict[str, Any]] = {}
         in_order: list[tuple[StateRef, int]] = []
@@ -69,6 +86,7 @@ class RemoteState(defaultdict[Tensor, Any]):
                 else:  # of another shape than the parameter; numbers of steps are on the CPU on every device
                     state[key] = place(entry) if entry.dim() > 0 else entry
             super().__setitem__(self._parameters[index], state)
+            self._read[self._parameters[index]] = state, {key: _mark(value) for key, value in state.items()}
 
     def __getitem__(self, key: Tensor) -> Any:
         self._look()
@@ -85,6 +103,30 @@ class RemoteState(defaultdict[Tensor, Any]):
     def __len__(self) -> int:
         self._look()
         return super().__len__()
+
+    def __setitem__(self, key: Tensor, entries: Any) -> None:
+        self._look()
+        super().__setitem__(key, entries)
+
+    def __delitem__(self, key: Tensor) -> None:
+        self._look()
+        super().__delitem__(key)
+
+    def pop(self, *args: Any) -> Any:
+        self._look()
+        return super().pop(*args)
+
+    def popitem(self) -> tuple[Tensor, Any]:
+        self._look()
+        return super().popitem()
+
+    def setdefault(self, key: Tensor, default: Any = None) -> Any:
+        self._look()
+        return super().setdefault(key, default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        self._look()
+        super().update(*args, **kwargs)
 
     def get(self, key: Any, default: Any = None) -> Any:
         self._look()
@@ -112,3 +154,26 @@ class RemoteState(defaultdict[Tensor, Any]):
     def __reduce__(self) -> Any:
         """Pickles as an ordinary mapping."""
         return (defaultdict, (dict, dict(self.items())))
+
+
+def is_entry(value: Any, owner: str, index: int, key: str) -> bool:
+    """Returns whether an entry of the state of parameter `index` is the tensor that the workers have under its key."""
+    held = value._cell.value if isinstance(value, VirtualTensor) else None
+    return isinstance(held, OnWorkers) and held.ref == StateRef(owner, str(index), key)
+
+
+def _mark(value: Any) -> Any:
+    """Returns what shows later whether an entry is as it was: an object, and how often it was changed in place."""
+    is_here = isinstance(value, Tensor) and not (isinstance(value, VirtualTensor) and value._cell.value.stays)
+    return value, value._version if is_here else 0
+
+
+def _are_marked(entries: dict[str, Any], marks: dict[str, Any]) -> bool:
+    """Returns whether all entries are as they were when they were marked, and no other is among them."""
+    return entries.keys() == marks.keys() and all(_is_marked(value, *marks[key]) for key, value in entries.items())
+
+
+def _is_marked(value: Any, was: Any, version: int) -> bool:
+    if value is not was:
+        return not isinstance(value, Tensor) and type(value) is type(was) and bool(value == was)
+    return version == _mark(value)[1]
