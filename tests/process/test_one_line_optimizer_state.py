@@ -1,4 +1,4 @@
-"""Scripts that change `optimizer.state` between steps: moments that are dropped, replaced or added, under one device's rules."""
+"""Scripts that change `optimizer.state` between steps: moments that are dropped, replaced or added."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from test_one_line_training import assert_same, on_both
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
-from test_one_line_training import assert_same, on_both
 
 from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
 

@@ -277,7 +277,7 @@ class WorkerOptimizer:
         return value.detach().cpu() if isinstance(value, Tensor) else value
 
     def load(self, state: dict[int, dict[str, Any]], kept: Mapping[int, tuple[str, ...]]) -> None:
-        """Replaces the state but for what is `kept`, which is laid out like its parameter, as tensors of its shape are."""
+        """Replaces the state but for what is `kept`; tensors shaped like their parameter are laid out like it."""
         left = {index: self._left(index, keys) for index, keys in kept.items()}
         self._optimizer.state.clear()
         groups = self._optimizer.param_groups

@@ -160,7 +160,7 @@ class RemoteOptimizer:
             optimizer.state.forget()  # type: ignore[attr-defined]
 
     def adopt_new_state(self, optimizer: Optimizer) -> None:
-        """Sends what the script, `load_state_dict` or a checkpoint has changed of the state, if anything, to the workers.
+        """Sends what the script, `load_state_dict` or a checkpoint has changed of the state to the workers.
 
         A change in place of a tensor that the workers have is theirs already.
         """

@@ -30,8 +30,8 @@ class RemoteState(defaultdict[Tensor, Any]):
     Attributes:
         is_known: Whether entries were read, or all of them taken out.
 
-    Tensors of a parameter's shape are virtual tensors on the workers' state; others (step counts) are plain copies. What
-    the script puts in, takes out or changes goes to the workers with the next step, which asks `has_changed`.
+    Tensors of a parameter's shape are virtual tensors on the workers' state; others (step counts) are plain copies.
+    What the script puts in, takes out or changes goes to the workers with the next step, which asks `has_changed`.
     """
 
     def __init__(self, session: Session, owner: str, parameters: list[Tensor], remote: object) -> None:
