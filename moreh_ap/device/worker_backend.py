@@ -83,6 +83,9 @@ class WorkerBackend(Protocol):
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         """Called when the script has set an attribute of a module."""
 
+    def note_deleted(self, module: nn.Module) -> None:
+        """Called when the script has deleted an attribute of a module."""
+
     def note_compiled(self, module: nn.Module) -> None:
         """Called when the script has compiled a module, or has compiled it with other options than before."""
 

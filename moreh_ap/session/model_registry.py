@@ -123,8 +123,8 @@ class ModelRegistry:
             else:
                 model.note_attribute(module, name, value)
 
-    def note_compiled(self, module: nn.Module) -> None:
-        """Has the model of `module`, if any, be laid out again, compiled."""
+    def note_structure(self, module: nn.Module) -> None:
+        """Has the model of `module`, if any, be laid out again: it is compiled, or has lost an attribute."""
         for model in self._models:
             if model.contains(module):
                 model.note_structure()

@@ -25,7 +25,7 @@ from moreh_ap.session.model_registry import ModelRegistry, Route
 from moreh_ap.session.models.known_optimizers import elementwise_optimizers
 from moreh_ap.session.models.parameter_gradients import clear_gradients_of, expected_will_do
 from moreh_ap.session.models.remote_optimizer import clearing_on_workers, step_of_own, stepping_on_workers
-from moreh_ap.session.models.script_hooks import RunsInScriptOnly
+from moreh_ap.session.models.script_hooks import RunsInScriptOnly, replaying
 from moreh_ap.session.outbox import Posted
 from moreh_ap.session.rng_streams import AcceleratorGenerator
 from moreh_ap.session.session import Session
@@ -105,8 +105,12 @@ class SessionBackend:
     def note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
         self._registry.note_attribute(module, name, value)
 
+    def note_deleted(self, module: nn.Module) -> None:
+        if not replaying():
+            self._registry.note_structure(module)
+
     def note_compiled(self, module: nn.Module) -> None:
-        self._registry.note_compiled(module)
+        self._registry.note_structure(module)
 
     # -- optimizers and gradients ----------------------------------------------------------------------------------
 

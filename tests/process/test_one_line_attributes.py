@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import io
 import threading
+import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -480,6 +483,69 @@ class Criterion:
 
     def update(self) -> None:
         self.weight /= 2
+
+
+class Lenient(dict):
+    """A dictionary with attributes, as repositories write it: what it has not is a KeyError."""
+
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__  # type: ignore[assignment]
+
+
+class ScaledLayer(nn.Module):
+    def __init__(self, args: Any) -> None:
+        super().__init__()
+        self.args, self.layer = args, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.args.gain + self.args.nested.shift
+
+
+class Configured(nn.Module):
+    def __init__(self, args: Any, options: Lenient) -> None:
+        super().__init__()
+        self.args, self.options = args, options
+        self.layers, self.power = nn.Sequential(ScaledLayer(args), ScaledLayer(args)), 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * self.options.scale * self.power
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_what_the_script_sets_on_objects_that_a_model_keeps_counts_in_the_next_call(accelerator, plan):
+    """Annealing by ``args.gain *= 0.5``, settings that several layers share, and an attribute that is deleted."""
+    accelerator(plan)
+
+    def script(device):
+        torch.manual_seed(0)
+        args = argparse.Namespace(gain=1.0, step=0, nested=types.SimpleNamespace(shift=0.0))
+        model, sums = Configured(args, Lenient(scale=1.0)).to(device), []
+        x = torch.randn(6, 4).to(device)
+
+        def call() -> None:
+            sums.append(model(x).square().mean())
+            sums[-1].backward()
+            args.step += 1
+
+        call()
+        args.gain = 0.5
+        call()
+        args.nested.shift = 2.0
+        call()
+        args.nested = types.SimpleNamespace(shift=-1.0)
+        call()
+        model.options.scale = 0.1
+        call()
+        model.args = model.layers[0].args = argparse.Namespace(gain=3.0, nested=args.nested)
+        args.gain = 7.0
+        call()
+        type(model).power = 5.0
+        del model.power
+        call()
+        del type(model).power
+        return torch.stack(sums).detach(), [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script))
 
 
 class MakesItsCriterion(nn.Module):

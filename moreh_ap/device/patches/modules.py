@@ -110,7 +110,15 @@ def _install_attributes(group: PatchGroup, backend: WorkerBackend) -> None:
         if name not in ("training", "_compiled_call_impl"):
             backend.note_attribute(module, name, value)
 
+    def delete_attribute(module: nn.Module, name: str) -> None:
+        """Deletes an attribute and notes that for the workers, unless it is a parameter, a buffer or a submodule."""
+        is_plain = name in vars(module)
+        original_delete(module, name)
+        if is_plain:
+            backend.note_deleted(module)
+
     original_set = group.replace(nn.Module, "__setattr__", set_attribute)
+    original_delete = group.replace(nn.Module, "__delattr__", delete_attribute)
 
 
 def _have_classes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -26,7 +26,8 @@ def functions_in(member: Any) -> list[types.FunctionType]:
         return [one for part in vars(member).values() for one in functions_in(part)] if is_ours else []
     if isinstance(member, functools.partial):
         return functions_in(member.func)
-    function = getattr(member, "__func__", member)
+    is_bound = isinstance(member, (types.MethodType, staticmethod, classmethod))
+    function = member.__func__ if is_bound else member
     while "__wrapped__" in getattr(function, "__dict__", ()):  # a function in its decorators
         function = function.__wrapped__
     return [function] if isinstance(function, types.FunctionType) else []

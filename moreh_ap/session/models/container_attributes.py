@@ -1,15 +1,22 @@
-"""Lists, dicts and sets among the attributes of a model's modules, which scripts change in place.
+"""Lists, dicts, sets and objects of settings among the attributes of a model's modules, which scripts change in place.
 
-Decides which of them have changed since the workers got them: setting an attribute is seen at once, ``.append`` is not.
-Only containers of plain values and tensors are compared; another tensor object is a change, new values in it are not.
-Must not know workers or messages.
+Decides which of them have changed since the workers got them: setting an attribute is seen at once, ``.append`` is not,
+nor is ``model.args.gain = 2``. Only containers of plain values and tensors are compared; another tensor object is a
+change, new values in it are not. Must not know workers or messages.
+
+[Note: objects of settings]
+Several modules share such an object (``self.args = args``), and on the workers they share its copy. So an attribute of
+it travels, and is set where the object is. Of a script's object those attributes are compared whose names the script's
+functions have in them that a forward may come to: a counter of steps that no forward reads is sent to nobody.
 """
 
 from __future__ import annotations
 
-import copy
+import argparse
 import enum
+import types
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +24,8 @@ from torch import nn
 
 from moreh_ap.protocol.blocks import OF_EVERY_MODULE
 from moreh_ap.protocol.module_attributes import namespace_of
+from moreh_ap.protocol.script_code.script_globals import functions_of
+from moreh_ap.protocol.script_code.value_forms import is_of_script, is_record
 
 _KINDS = (list, dict, set, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -41,7 +50,8 @@ class Containers:
 
     def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Records that the workers have, or are about to get, the present contents of `value`."""
-        if name not in OF_EVERY_MODULE and type(value) in _KINDS and not _is_private(module, name) and _is_plain(value):
+        is_one = type(value) in _KINDS or (isinstance(value, dict) and is_of_script(type(module).__module__))
+        if name not in OF_EVERY_MODULE and is_one and not _is_private(module, name) and _is_plain(value):
             self.known[path, name] = vars(module), _copy(value)
         else:
             self.known.pop((path, name), None)
@@ -62,12 +72,139 @@ class Containers:
             value = attributes.get(key[1])
             if _same(value, known):
                 continue
-            if type(value) in _KINDS and _is_plain(value):
+            if isinstance(value, (list, dict, set)) and _is_plain(value):
                 changes.append((*key, value))
                 self.known[key] = attributes, _copy(value)
             else:
                 del self.known[key]
         return changes
+
+
+class SettingsObjects:
+    """What is in objects of settings as the workers have them. See [Note: objects of settings].
+
+    Args:
+        root: The model.
+
+    Attributes:
+        known: The objects, by `id`.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._names: frozenset[str] | None = None
+        self.known: dict[int, _Object] = {}
+        for module in root.modules():
+            for name, value in vars(module).items():
+                self.note(name, value)
+
+    def note(self, name: str, value: Any, within: _Object | None = None) -> None:
+        """Records that the workers have, or are about to get, an attribute of a module or object as it is now."""
+        if self._names and isinstance(value, (types.FunctionType, types.MethodType)):
+            self._names |= frozenset(_names_in_forwards(self._root))  # another forward may read other attributes
+        if name in OF_EVERY_MODULE or not _is_settings(value):
+            return
+        self._names = self._names or frozenset(_names_in_forwards(self._root))
+        known = self.known[id(value)] = _Object(value, self._present(value), name, within)
+        for key, inner in known.contents.items():
+            if id(inner) not in self.known:
+                self.note(key, inner, known)
+
+    def take_changes(self) -> list[tuple[str, str, Any]]:
+        """Returns a module's path, the dotted name and the value of attributes that changed since the last call."""
+        changes: list[tuple[str, str, Any]] = []
+        for known in list(self.known.values()):
+            if not known.is_of_library or vars(known.value) != known.contents:  # the latter takes no call of ours
+                changes += self._changes(known)
+        return changes
+
+    def _changes(self, known: _Object) -> list[tuple[str, str, Any]]:
+        was, present = known.contents, self._present(known.value)
+        changed = [key for key, value in present.items() if key not in was or not _same(value, was[key])]
+        if not changed:
+            return []
+        known.contents = present
+        places = self._places(known)
+        if not places:
+            del self.known[id(known.value)]
+        values = {key: vars(known.value)[key] for key in sorted(changed)}
+        for key, value in values.items():
+            self.note(key, value, known)
+        return [(path, f"{name}.{key}", value) for key, value in values.items() for path, name in places]
+
+    def _places(self, known: _Object) -> list[tuple[str, str]]:
+        """Returns the path of each module that has an object, and the name, with dots, that it has there.
+
+        Workers got an object that was set later a second time, so that modules need not share it there.
+        """
+        modules = self._root.named_modules()
+        places = [(path, name) for path, module in modules for name, one in vars(module).items() if one is known.value]
+        within = known.within
+        if within is not None and vars(within.value).get(known.name) is known.value:
+            places += [(path, f"{name}.{known.name}") for path, name in self._places(within)]
+        return places
+
+    def _present(self, value: Any) -> dict[str, Any]:
+        """Returns what is compared of an object, as it is now; containers in a script's object are copied."""
+        attributes = vars(value)
+        if _is_of_library(value):  # its code reads what it likes
+            return dict(attributes)
+        assert self._names is not None, "set once there is an object"
+        return {key: _copy(attributes[key]) for key in attributes.keys() & self._names}
+
+    def _is_there(self, known: _Object) -> bool:
+        """Returns whether a module has an object, and has it found where one does; else it is known no more."""
+        value: Any = self._root.get_submodule(known.path)
+        for step in known.name.split("."):
+            value = vars(value).get(step) if hasattr(value, "__dict__") else None
+        if value is known.value:
+            return True
+        for path, module in self._root.named_modules():
+            for name, value in vars(module).items():
+                if value is known.value:
+                    known.path, known.name = path, name
+                    return True
+        del self.known[id(known.value)]
+        return False
+
+
+class _Object:
+    """An object of settings.
+
+    Args:
+        value: The object, kept alive so that no other gets its `id`.
+        contents: What is compared of it, as the workers have it.
+        name: Its name in what has it.
+        within: The object that has it, unless a module does.
+    """
+
+    def __init__(self, value: Any, contents: dict[str, Any], name: str, within: _Object | None) -> None:
+        self.value, self.contents, self.name, self.within = value, contents, name, within
+        self.is_of_library = _is_of_library(value)
+
+
+def _is_settings(value: Any) -> bool:
+    kind = type(value)
+    if isinstance(value, (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType)):
+        return False
+    is_config = kind.__module__.startswith("transformers.") and hasattr(kind, "model_type")
+    return is_record(value) or (is_config and hasattr(value, "__dict__"))
+
+
+def _is_of_library(value: object) -> bool:
+    return not is_of_script(type(value).__module__) and not isinstance(
+        value, (argparse.Namespace, types.SimpleNamespace)
+    )
+
+
+def _names_in_forwards(root: nn.Module) -> Iterator[str]:
+    """Yields the names and texts in the script's functions that a call of `root` may come to."""
+    waiting = [function.__code__ for function in functions_of(root, with_hooks=True)]
+    while waiting:
+        code = waiting.pop()
+        yield from code.co_names
+        yield from (one for one in code.co_consts if isinstance(one, str))
+        waiting += [one for one in code.co_consts if isinstance(one, types.CodeType)]
 
 
 def _set(attributes: dict[str, Any], name: str, value: Any, *, in_place: bool) -> None:
@@ -92,22 +229,19 @@ def _copy(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_copy, value))
     if isinstance(value, dict):
-        copied = copy.copy(value)
-        for key, item in value.items():
-            copied[key] = _copy(item)
-        return copied
+        return {key: _copy(item) for key, item in value.items()}
     return value.copy() if isinstance(value, set) else value
 
 
 def _same(value: Any, known: Any) -> bool:
     if value is known:
         return True
+    if isinstance(value, dict) and isinstance(known, dict):
+        return value.keys() == known.keys() and all(_same(value[key], known[key]) for key in known)
     if type(value) is not type(known) or isinstance(value, torch.Tensor):
         return False
     if isinstance(value, (list, tuple)):
         return len(value) == len(known) and all(map(_same, value, known))
-    if isinstance(value, dict):
-        return value.keys() == known.keys() and all(_same(value[key], known[key]) for key in known)
     try:
         return bool(value == known)
     except Exception:  # of any class: an object in the container may define __eq__ itself, as arrays do

@@ -43,7 +43,7 @@ from moreh_ap.protocol.passed_state import (
     trained_attributes,
 )
 from moreh_ap.protocol.skeleton import pickle_attribute, pickle_skeleton
-from moreh_ap.session.models.container_attributes import Containers
+from moreh_ap.session.models.container_attributes import Containers, SettingsObjects
 from moreh_ap.session.models.first_example import example_of
 from moreh_ap.session.models.global_changes import GlobalChanges, warn_of_writes
 from moreh_ap.session.models.left_on_workers import LeftOnWorkers
@@ -103,9 +103,8 @@ class RemoteModel:
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
         self._kernel_strides = [_usual_strides(kernel) for kernel in self._kernels.values()]
-        self._config = self._config_snapshot()
         self._changes: list[tuple[str, str, Any]] = []
-        self._containers = Containers(dict(root.named_modules()))
+        self._containers, self._settings_objects = Containers(dict(root.named_modules())), SettingsObjects(root)
         self._members = _registered_members(self.modules)
         self._globals = GlobalChanges(root) or None
         if not on_trial:
@@ -227,6 +226,7 @@ class RemoteModel:
         """Records that a plain attribute of a submodule was set; the workers get it before the next call."""
         path = self._path_of[id(module)]
         self._containers.note(path, module, name, value)
+        self._settings_objects.note(name, value)
         self._keeps_tensors |= any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
         self.passes_state |= add_trained(self._passed_on, full_name(path, name), value)
         if not self.is_passed_on(full_name(path, name), value):
@@ -234,11 +234,8 @@ class RemoteModel:
 
     def send_changes(self) -> bytes | None:
         """Posts the changes since the last call; returns the training flags, if they changed, for the call itself."""
-        config = self._config_snapshot()
-        if config != self._config:
-            changed = {key: value for key, value in config.items() if self._config.get(key, self) != value}
-            self._changes += [("", f"config.{key}", value) for key, value in changed.items()]
-            self._config = config
+        if self._settings_objects.known:
+            self._changes += self._settings_objects.take_changes()
         if self._containers.known:
             for path, name, value in self._containers.take_changes():
                 if not self.is_passed_on(full_name(path, name), value):
@@ -281,10 +278,6 @@ class RemoteModel:
     def _training_flags(self) -> bytes:
         return bytes([module.training for module in self.modules])
 
-    def _config_snapshot(self) -> dict[str, Any]:
-        config = getattr(self.root, "config", None)
-        return dict(vars(config)) if hasattr(config, "__dict__") else {}
-
     def take_attributes(self, attributes: dict[str, Any]) -> None:
         """Sets attributes of submodules in the controller as a forward has set them on the workers."""
         for key, value in attributes.items():
@@ -294,6 +287,7 @@ class RemoteModel:
             if last in submodule._buffers:
                 self._set_buffers.add(name)
             self._containers.set(path, submodule, last, value, in_place=key != name)
+            self._settings_objects.note(last, value)
 
     def may_be_called_again(self) -> bool:
         """Returns whether a call may have to be repeated: with a hook run in the controller, or with passed state."""
@@ -322,6 +316,7 @@ class RemoteModel:
     def note_replayed(self) -> None:
         """Records that hooks have changed containers of submodules in the controller as on the workers."""
         self._containers.take_changes()
+        self._settings_objects.take_changes()
 
     def tell_untold(self) -> None:
         """Has the script find what forwards have set on the workers only, or warns of it."""

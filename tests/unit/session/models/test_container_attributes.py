@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
+import dataclasses
 
 import torch
 from torch import nn
 
-from moreh_ap.session.models.container_attributes import Containers
+from moreh_ap.session.models.container_attributes import Containers, SettingsObjects
 
 
 class Layer(nn.Module):
@@ -65,3 +67,75 @@ def test_a_container_that_modules_share_is_set_for_all_of_them():
     known = Containers({"first": first, "second": second})
     known.set("first", first, "tensors", [torch.zeros(2)], in_place=True)
     assert second.tensors is first.tensors and known.take_changes() == []
+
+
+@dataclasses.dataclass
+class Part:
+    gain: float = 1.0
+
+
+@dataclasses.dataclass
+class Config:
+    part: Part
+    bias: float = 0.0
+    weights: list = dataclasses.field(default_factory=lambda: [1.0, 2.0])
+
+
+class Configured(nn.Module):
+    def __init__(self, args, config) -> None:
+        super().__init__()
+        self.args, self.config = args, config
+
+    def forward(self, x):
+        return x * self.args.scale * self.config.part.gain + self.config.bias + self.config.weights[0]
+
+
+def test_attributes_of_objects_of_settings_are_found_where_a_forward_may_read_them():
+    args, config = argparse.Namespace(scale=1.0, step=0), Config(Part())
+    model = nn.Sequential(Configured(args, config), Configured(args, config))
+    known = SettingsObjects(model)
+    assert known.take_changes() == []
+    args.step += 1  # which no forward reads
+    assert known.take_changes() == []
+    args.scale, config.part.gain, config.bias = 2.0, 3.0, 4.0
+    config.weights[0] = 5.0
+    found = [
+        ("args.scale", 2.0),
+        ("config.bias", 4.0),
+        ("config.part.gain", 3.0),
+        ("config.weights", [5.0, 2.0]),
+    ]
+    assert sorted(known.take_changes()) == [(path, *change) for path in "01" for change in found]
+    assert known.take_changes() == []
+
+
+def test_an_object_is_followed_where_modules_have_it():
+    args, config = argparse.Namespace(scale=1.0), Config(Part())
+    model = nn.Sequential(Configured(args, config), Configured(args, Config(config.part)))
+    known = SettingsObjects(model)
+    model[0].args = argparse.Namespace(scale=7.0)
+    known.note("args", model[0].args)
+    args.scale = 2.0
+    assert known.take_changes() == [("1", "args.scale", 2.0)]
+    model[0].args.scale = 3.0
+    assert known.take_changes() == [("0", "args.scale", 3.0)]
+    model[1].args = model[0].args
+    args.scale = 4.0  # no module has it any more
+    assert known.take_changes() == []
+    model[0].args.scale = 5.0
+    assert known.take_changes() == [("0", "args.scale", 5.0), ("1", "args.scale", 5.0)]
+    config.part = Part(9.0)
+    assert known.take_changes() == [("0", "config.part", Part(9.0))]
+    config.part.gain = 8.0
+    assert known.take_changes() == [("0", "config.part.gain", 8.0)]
+
+
+def test_another_forward_may_read_other_attributes():
+    args = argparse.Namespace(scale=1.0, late=1.0)
+    layer = Configured(args, Config(Part()))
+    known = SettingsObjects(layer)
+    layer.forward = lambda x: x * args.late
+    known.note("forward", layer.forward)
+    known.take_changes()
+    args.late = 2.0
+    assert known.take_changes() == [("", "args.late", 2.0)]
