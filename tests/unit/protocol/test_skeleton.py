@@ -183,7 +183,7 @@ def test_an_object_that_looks_up_what_it_lacks_arrives_with_its_attributes():
 
 
 def test_weak_references_to_tensors_and_modules_arrive_as_such():
-    """Recurrent layers of PyTorch keep one to each weight; a script that puts a tensor in its place leaves a dead one."""
+    """Recurrent layers keep one to each weight; a script that puts a tensor in its place leaves a dead one."""
     layer = nn.LSTM(3, 4)
     model = nn.Sequential(layer, nn.Linear(4, 2))
     model.first, gone = weakref.ref(layer), torch.ones(2)
