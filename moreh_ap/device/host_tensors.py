@@ -29,7 +29,7 @@ from moreh_ap.device.patches import parameter_hooks
 from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
 from moreh_ap.device.values import Cell, Here
 
-_OWN = ("_cell", "_user", "_hands_gradients_on")
+_OWN = ("_cell", "_user", "_hands_gradients_on", "_alias")
 """Attributes of a virtual tensor that are not the script's."""
 
 _grad_of = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -245,8 +245,11 @@ def hold(tensor: VirtualTensor) -> None:
     HOST.begin()
     with torch.inference_mode(False), torch._C.DisableTorchFunction():  # what trains later would not be able to
         gradient = tensor.grad
+        alias = tensor.detach() if tensor._cell.has_others(tensor._user) else None
         _become(tensor, HostTensor, tensor._cell.read_here().tensor.detach())
         tensor.grad = gradient
+        if alias is not None:  # others share the memory, and follow the tensor when its value leaves this process
+            tensor.__dict__["_alias"] = alias
 
 
 def let_go(tensor: Tensor) -> None:
@@ -255,8 +258,17 @@ def let_go(tensor: Tensor) -> None:
         return
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
         gradient = tensor.grad
-        _become(tensor, VirtualTensor, place(as_ordinary(tensor)))
+        alias = _alias_of(tensor)
+        _become(tensor, VirtualTensor, place(as_ordinary(tensor)) if alias is None else alias)
         tensor.grad = None if gradient is None else place(as_ordinary(gradient))
+
+
+def _alias_of(tensor: Tensor) -> VirtualTensor | None:
+    """Returns a virtual tensor with the cell that a host tensor had before, if it is still the memory of others."""
+    alias: VirtualTensor | None = vars(tensor).get("_alias")
+    value = None if alias is None else alias._cell.value
+    is_same = isinstance(value, Here) and value.tensor.data_ptr() == as_ordinary(tensor).data_ptr()
+    return alias if is_same else None
 
 
 def _become(tensor: Tensor, kind: type[Tensor], other: Tensor) -> None:

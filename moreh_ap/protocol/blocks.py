@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -79,10 +80,19 @@ def module_that_renames(module: nn.Module) -> nn.Module | None:
             return submodule
         if getattr(submodule.named_parameters, "__func__", None) is nn.Module.named_parameters:
             continue
-        taken = inspect.signature(submodule.named_parameters).parameters
-        if "remove_duplicate" not in taken and all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
+        if not _names_duplicates(submodule):
             return submodule
     return None
+
+
+def parameters_with_all_names(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields parameters under each of their names, or once where the module's own `named_parameters` does only that."""
+    return module.named_parameters(remove_duplicate=False) if _names_duplicates(module) else module.named_parameters()
+
+
+def _names_duplicates(module: nn.Module) -> bool:
+    taken = inspect.signature(module.named_parameters).parameters
+    return "remove_duplicate" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
 
 def modules_aside(module: nn.Module) -> list[nn.Module]:

@@ -13,6 +13,7 @@ import io
 import pickle
 import sys
 import types
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -140,6 +141,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
             return _itself, (obj._torchdynamo_orig_callable,)  # the function that `torch.compile` was given
         if isinstance(obj, _OPERATIONS):
             return _operation, (str(obj),)
+        if type(obj) is weakref.ref and isinstance(obj(), (Tensor, nn.Module, type(None))):
+            return _weakly, (obj(),)  # recurrent layers keep such references to their weights
         reduced = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType) and isinstance(reduced, tuple):
             return _with_globals_of_library(obj, reduced)
@@ -158,6 +161,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
 
 _OPERATIONS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 """Classes of PyTorch's operations, of which a copy is none."""
+
+
+def _weakly(target: Any) -> Any:
+    """Returns a weak reference to what is in the pickle too, or to something that is gone."""
+    return weakref.ref(type("Gone", (), {})() if target is None else target)
 
 
 def _operation(name: str) -> Any:

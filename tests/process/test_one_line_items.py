@@ -206,11 +206,35 @@ def graphs(device, seed, count=6):
     return [one.to(device) for one in (torch.cat(nodes), torch.cat(edges, 1), torch.tensor(batch), labels)]
 
 
-@pytest.mark.parametrize("drops, told", [(0.0, {}), (0.3, {}), (0.0, {"batch_size": 6})], ids=str)
-def test_flat_graphs(drops, told):
+class AttendsInGraphs(GraphClassifier):
+    """Pads the nodes of each graph to the most that a graph has, as `to_dense_batch` of PyTorch Geometric does."""
+
+    def forward(self, x, edge_index, batch):
+        x = self.norm(self.pass_on(self.first(x), edge_index)).relu()
+        numbers = torch.bincount(batch)
+        most, starts = int(numbers.max()), numbers.cumsum(0) - numbers
+        places = batch * most + torch.arange(len(batch)) - starts[batch]
+        nodes = torch.zeros(len(numbers) * most, 16).index_copy(0, places, x).view(-1, most, 16)
+        are_nodes = torch.zeros(len(nodes) * most, dtype=torch.bool).index_fill(0, places, True).view(-1, 1, most)
+        weights = (nodes @ nodes.mT).masked_fill(~are_nodes, -torch.inf).softmax(-1)
+        x = x + (F.dropout(weights, self.drops, self.training) @ nodes).flatten(0, 1)[places]
+        return self.head(torch.zeros(len(numbers), 16).index_add(0, batch, x)), x
+
+
+@pytest.mark.parametrize(
+    "kind, drops, told",
+    [
+        (GraphClassifier, 0.0, {}),
+        (GraphClassifier, 0.3, {}),
+        (GraphClassifier, 0.0, {"batch_size": 6}),
+        (AttendsInGraphs, 0.3, {}),
+    ],
+    ids=str,
+)
+def test_flat_graphs(kind, drops, told):
     def script(device):
         torch.manual_seed(2)
-        model = GraphClassifier(drops).to(device)
+        model = kind(drops).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         trace = []
         for step in range(4):

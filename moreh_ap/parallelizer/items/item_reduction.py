@@ -27,6 +27,7 @@ from torch import Tensor
 from moreh_ap.parallelizer.items.item_results import Merge, TogetherWith
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_functions import EXTREMES, SMALLEST, is_extreme
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.observation.call_sites import site_of_call
 from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves
@@ -45,6 +46,7 @@ OWN, SUM, LARGEST, PER_ITEM = "own", "sum", "largest", "per item"
 _DIVISIONS = {"__truediv__", "__itruediv__", "div", "div_", "true_divide", "true_divide_", "divide", "divide_"}
 _MAKES_SIZES = {"new_full", "new_zeros", "new_ones", "new_empty", "zeros", "ones", "full", "empty"}
 _COUNTS = {"sum", "count_nonzero"}
+_LARGEST = EXTREMES - SMALLEST
 _MOST_NUMBERS = 6
 _RESULT = 1
 """The place of the result, which no line has."""
@@ -102,6 +104,8 @@ class ItemSites(GlobalReduction):
         result = super().__torch_function__(func, types, args, kwargs)
         if name in _COUNTS and self.counts_items and _is_whole_number(result):
             result = self._number("count", result)
+        elif func in _LARGEST and is_extreme(args, kwargs):  # a length to which items are padded later
+            result = self._number("size", result)
         return result
 
     def _divisor(self, divisor: Any) -> Any:

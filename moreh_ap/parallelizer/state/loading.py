@@ -32,7 +32,7 @@ from moreh_ap.parallelizer.data.fsdp import fsdp_modules, keeps_parameters_on_ho
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.surroundings.placement import on_own_device
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
-from moreh_ap.protocol.blocks import modules_aside
+from moreh_ap.protocol.blocks import modules_aside, parameters_with_all_names
 from moreh_ap.protocol.tensor_source import TensorSource as TensorSource
 
 Piece = tuple[tuple[slice, ...], tuple[slice, ...]]
@@ -129,7 +129,7 @@ def read(wanted: Iterable[Wanted]) -> None:
 
 
 def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(parameters_with_all_names(module))
     tensors.update(module.named_buffers(remove_duplicate=False))
     return tensors
 

@@ -344,7 +344,7 @@ def _small_size(shape: torch.Size, largest: int) -> Iterator[int]:
 
 def _drawn(shape: Sequence[int], rise: float, generator: torch.Generator) -> Tensor:
     """Returns random numbers whose size rises from the first row, by the factor ``exp(2 * rise)``."""
-    values = torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+    values = torch.randn(tuple(shape), generator=generator, device="cpu", dtype=torch.float32)
     if not shape:
         return values
     sizes = torch.linspace(-rise, rise, shape[0], device="cpu").exp()

@@ -601,3 +601,19 @@ def test_a_tensor_is_freed_with_its_last_reference():
     reference = weakref.ref(x)
     del x
     assert reference() is None
+
+
+def test_others_that_share_the_memory_follow_a_parameter_that_was_held():
+    """What a module keeps of its parameter, and the parameter after a step in this process: workers train it next."""
+    parameter = nn.Parameter(place(torch.ones(3)))
+    kept = parameter.detach()
+    for _ in range(2):
+        hold(parameter)
+        with torch.no_grad():
+            parameter.add_(1)
+        let_go(parameter)
+        assert kept._cell is parameter._cell and torch.equal(kept.host_value(), parameter.host_value())
+    hold(parameter)
+    parameter.data = torch.zeros(3)  # another memory from here on
+    let_go(parameter)
+    assert kept._cell is not parameter._cell and kept.host_value().tolist() == [3.0, 3.0, 3.0]

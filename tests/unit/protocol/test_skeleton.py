@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -179,3 +180,16 @@ def test_an_object_that_looks_up_what_it_lacks_arrives_with_its_attributes():
     layer.switch = _Switch("torch")
     copy = unpickle_skeleton(pickle_skeleton(layer), torch.device("cpu"))
     assert copy.switch.name == "torch" and copy.switch.sum == "sum of torch"
+
+
+def test_weak_references_to_tensors_and_modules_arrive_as_such():
+    """Recurrent layers keep one to each weight; a script that puts a tensor in its place leaves a dead one."""
+    layer = nn.LSTM(3, 4)
+    model = nn.Sequential(layer, nn.Linear(4, 2))
+    model.first, gone = weakref.ref(layer), torch.ones(2)
+    model.dead = weakref.ref(gone)
+    del gone
+    copy = unpickle_skeleton(pickle_skeleton(model), torch.device("cpu"))
+    assert copy.first() is copy[0] and copy.dead() is None
+    references = unpickle_attribute(pickle_attribute(layer._flat_weight_refs, {}), copy)
+    assert all(isinstance(one, weakref.ref) for one in references)

@@ -98,3 +98,19 @@ def test_batch_normalisation_may_be_left_out():
     with ItemRecorder(CPU, leaves_out_statistics=True):
         assert torch.equal(F.batch_norm(one_value, None, None, training=True), one_value)
         assert torch.equal(F.batch_norm(input=one_value, running_mean=None, running_var=None), one_value)
+
+
+def test_the_largest_whole_number_is_a_size_and_others_are_none():
+    lengths, scores = torch.tensor([3, 5]), torch.randn(4)
+
+    def forward(recorder: ItemRecorder) -> torch.Tensor:
+        with recorder:
+            lengths.min(), scores.max(), lengths.max(0)
+            return lengths.max()
+
+    totals = {}
+    for expected in (5, 8):  # from one line, which is part of what a place is
+        recorder = ItemRecorder(CPU, totals=totals)
+        assert forward(recorder) == expected
+        assert noted(recorder) == [Noted("size", (5.0,))]
+        totals = {place: Total((LARGEST,), (8.0,)) for place in recorder.places}

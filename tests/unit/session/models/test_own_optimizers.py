@@ -335,3 +335,14 @@ def test_hooks_do_not_see_the_trial():
 def test_the_rows_of_a_trial_differ_in_size():
     values = optimizer_trial._drawn((100, 8), 2.0, torch.Generator().manual_seed(0))
     assert values[-10:].std() > 20 * values[:10].std()
+
+
+@pytest.mark.parametrize("kind", [Clipped, Counts])
+def test_a_parameter_without_a_dim_is_tried_too(kind):
+    optimizer = kind([nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3))])
+    assert not found(optimizer).needs_whole
+
+
+def test_lbfgs_over_parameters_without_dims_is_refused_with_its_reason():
+    with pytest.raises(Refused):
+        optimizer_trial.Trial(torch.optim.LBFGS([nn.Parameter(torch.tensor(2.0))]), torch.optim.LBFGS.step)
