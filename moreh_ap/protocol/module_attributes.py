@@ -2,7 +2,8 @@
 
 Decides which of them changed in a forward and which can be answered with its result. Must not know who asks for them.
 Looked at are parts whose class is the user's; what classes of libraries keep for themselves is their own, but for lists
-(PEFT's of adapters that are merged into a weight, which a forward takes out again where they are disabled).
+(PEFT's of adapters that are merged into a weight, which a forward takes out again where they are disabled), and tensors
+where there is a hook (the weight that spectral normalisation or pruning computes for each forward).
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ class Attributes:
         self._submodules = [
             (path, submodule) for path, submodule in root.named_modules() if _is_of_user(type(submodule))
         ]
-        self._lists = [
+        self._of_libraries = [
             (path, submodule, name)
             for path, submodule in root.named_modules()
             if not _is_of_user(type(submodule))
             for name, value in _kept(submodule, "_")
-            if type(value) is list
+            if type(value) is list or (isinstance(value, Tensor) and _has_hooks(submodule))
         ]
         self._with_buffers = [each for each in self._submodules if with_buffers and each[1]._buffers]
         self.buffers: set[str] = set()
 
     def __bool__(self) -> bool:
-        """Whether there is any part, or list, to look at."""
-        return bool(self._submodules or self._lists)
+        """Whether there is anything to look at."""
+        return bool(self._submodules or self._of_libraries)
 
     def marks(self) -> Marks:
         """Returns the fingerprints of the present attributes."""
@@ -74,7 +75,7 @@ class Attributes:
         for path, submodule in self._submodules:
             for name, value in _kept(submodule, _OF_THIS_PACKAGE):
                 yield full_name(path, name), value
-        for path, submodule, name in self._lists:
+        for path, submodule, name in self._of_libraries:
             if name in vars(submodule):
                 yield full_name(path, name), vars(submodule)[name]
         for path, submodule in self._with_buffers:
@@ -221,6 +222,10 @@ def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
 def _version_of(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():  # to look whether it changed is not to read it
         return 0 if tensor.is_inference() else tensor._version
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _is_of_user(cls: type) -> bool:
