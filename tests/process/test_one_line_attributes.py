@@ -834,3 +834,16 @@ def test_weights_that_hooks_of_pytorch_compute_are_found_in_a_loss(accelerator, 
         return trace, model.state_dict()
 
     assert_same(*on_both(script))
+
+
+def test_a_model_whose_weights_hooks_compute_is_not_waited_for(accelerator):
+    session = accelerator("replicate=2", strict=True)
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 1)).to("cuda")
+    optimizer, waits = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(4):
+        loss = model(torch.randn(8, 6).to("cuda")).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        waits.append(session.workers.num_waits)
+    assert waits[-1] == waits[1]
