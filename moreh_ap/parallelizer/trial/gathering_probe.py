@@ -51,6 +51,14 @@ class GatheringProbe(JoinedProbe):
         self.steps = self._learn()
         super().compare_outputs()
 
+    def compare_gradients(self) -> None:
+        try:
+            super().compare_gradients()
+        except RuntimeError as error:
+            if self._lockstep is None or not self._lockstep.meets_in_function:
+                raise
+            raise Refused("rows meet in a torch.autograd.Function, whose backward knows some of them") from error
+
     def _learn(self) -> tuple[Step, ...]:
         """Returns the steps of the forward, those of all ways if numbers of Python or NumPy decide which it takes.
 
@@ -247,6 +255,7 @@ def gathering_probes(
             for steps in first.beginnings():
                 probe = kind(call, args, kwargs, rows, each=each)
                 probe.steps, probe._few, probe.repeats = (*steps, Step(REST)), first._few, repeats
+                probe._lockstep = first._lockstep
                 yield probe
             could_run = could_run or first.could_run
             if everywhere(not have_several(first.draws.stream), call):

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
-from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, is_in_function_of_script, site_of_call
 from moreh_ap.parallelizer.observation.filled_arguments import FilledArguments
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.recorded_calls import Called
@@ -79,7 +79,10 @@ class Lockstep(GlobalReduction):
         steps: What was learned so far.
         ends: Behind how many steps the forward was through with a module that has parameters and works row by row,
             and that module.
+        meets_in_function: Whether rows met in the forward of a `torch.autograd.Function` of the script.
     """
+
+    meets_in_function = False
 
     def __init__(
         self,
@@ -250,6 +253,7 @@ class Lockstep(GlobalReduction):
         placements = [None if double is None else double.placement for double in doubles]
         given = tuple(place for leaf, place in zip(leaves, placements, strict=True) if isinstance(leaf, Tensor))
         is_of_sharding = self._is_of_sharding
+        self.meets_in_function = self.meets_in_function or (step.meets and is_in_function_of_script())
         self.steps.append(replace(step, site=site_of_call(), given=given, is_of_sharding=is_of_sharding))
 
     def _place(self, result: Any, found: Sequence[Double | None]) -> None:
