@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.rng.common_seeds import TAKEN
 from moreh_ap.parallelizer.rng.policy import current_streams
 from moreh_ap.protocol.module_attributes import Attributes
 from moreh_ap.protocol.script_code.written_files import take_written
@@ -31,6 +32,7 @@ class UnseenChanges:
         self._title, self._attributes = f"forward() of {kind.__name__}", attributes
         self.warnings: list[str] = []
         self.known: set[Hashable] = set()
+        self._seeds_anew = False
 
     def note_files(self) -> None:
         """Has the script warned of files that were written."""
@@ -40,6 +42,11 @@ class UnseenChanges:
                 "before the first call. Return what is to be written, or write it in a forward hook, which writes in "
                 "the script alone. See: docs/limits.md#models"
             )
+
+    def note_seeds(self) -> None:
+        """Records that a forward takes seeds: what its backward draws, nobody knows on one device either."""
+        TAKEN.clear()
+        self._seeds_anew = True
 
     @contextmanager
     def looking_at_backward(self, kind: Hashable, may_draw: bool = False) -> Iterator[None]:
@@ -54,7 +61,7 @@ class UnseenChanges:
         """
         self.known.add(kind)
         before = {} if self._attributes is None else self._attributes.marks()
-        streams = None if may_draw else current_streams()
+        streams = None if may_draw or self._seeds_anew else current_streams()
         yield
         if streams is not None and streams != current_streams():
             raise UnsupportedError(

@@ -50,6 +50,7 @@ from moreh_ap.protocol.messages.tensors import (
 )
 from moreh_ap.protocol.process_flags import set_process_flags
 from moreh_ap.protocol.pytree import pickle_for_others
+from moreh_ap.parallelizer.rng.common_seeds import TAKEN
 from moreh_ap.protocol.script_code.written_files import WRITTEN
 from moreh_ap.runtime.worker.answers.late_replies import LateReply
 from moreh_ap.runtime.worker.cache_arguments import without_cache
@@ -136,6 +137,8 @@ class CallCommands:
         left_out = run.left_out if model.unseen is None else [*run.left_out, *model.changed_unseen()]
         if WRITTEN:
             model.unseen_changes.note_files()
+        if TAKEN:
+            model.unseen_changes.note_seeds()
         call = self._calls[command.call_id] = WorkerCall(model, run, prepared.roles, command.expected, left_out)
         call.kind = prepared.kind
         return call.reply()
