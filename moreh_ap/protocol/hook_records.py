@@ -14,9 +14,10 @@ tensors and plain values: the script finds it on its own module, and may go back
 is. What was set to something else, or what the split check did not see, is left out, and the script is told.
 
 [Note: moments]
-A hook reads what is on the model while the forward is at its module: an attribute that was set before, a count that goes
-on afterwards. When it runs where the script is, the forward is through. So with each attribute the worker says from
-which hook on it was there, and what was otherwise when a hook ran, or of buffers when a hook read one, is answered too.
+A hook reads what is on the model while the forward is at its module: an attribute that was set before, a count that
+goes on afterwards. When it runs where the script is, the forward is through. So with each attribute the worker says
+from which hook on it was there, and what was otherwise when a hook ran, or of buffers when one read them, is answered
+too.
 """
 
 from __future__ import annotations

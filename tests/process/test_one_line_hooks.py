@@ -480,7 +480,9 @@ def test_hooks_find_what_was_on_the_model_when_they_ran(accelerator, plan):
             trace.append(loss.detach())
         with torch.no_grad():
             trace.append(model.eval()(torch.randn(4, 6).to(device)))
-        numbers = [float(value.detach() if isinstance(value, torch.Tensor) else value) for each in seen for value in each]
+        numbers = [
+            float(value.detach() if isinstance(value, torch.Tensor) else value) for each in seen for value in each
+        ]
         return trace, torch.tensor(numbers), [counting.steps, *model.state_dict().values()]
 
     assert_same(*on_both(script))

@@ -64,7 +64,9 @@ class KeptInside(TwoEncoders):
             self.left.forward = encode
         scores_BB = self.temperature.exp() * left_BD @ right_BD.T
         columns_CD = torch.cat(shrinking.kept)
-        divergence = F.kl_div(F.log_softmax(columns_CD, -1), columns_CD.detach().softmax(-1) ** 2, reduction="batchmean")
+        divergence = F.kl_div(
+            F.log_softmax(columns_CD, -1), columns_CD.detach().softmax(-1) ** 2, reduction="batchmean"
+        )
         return F.cross_entropy(scores_BB, torch.arange(len(x_BF), device=x_BF.device)) + divergence, left_BD
 
 

@@ -379,10 +379,21 @@ def test_random_numbers_in_a_backward_are_those_of_one_device(accelerator, plan)
 def train_reformer(device):
     torch.manual_seed(0)
     config = ReformerConfig(
-        **dict(vocab_size=32, attention_head_size=8, hidden_size=16, num_attention_heads=2, feed_forward_size=16),
-        **dict(attn_layers=["local", "lsh"], axial_pos_shape=(4, 4), axial_pos_embds_dim=(8, 8), num_buckets=2),
-        **dict(max_position_embeddings=16, local_attn_chunk_length=4, lsh_attn_chunk_length=4, is_decoder=True),
-        **dict(hidden_dropout_prob=0.1, local_attention_probs_dropout_prob=0.1),
+        vocab_size=32,
+        attention_head_size=8,
+        hidden_size=16,
+        num_attention_heads=2,
+        feed_forward_size=16,
+        attn_layers=["local", "lsh"],
+        axial_pos_shape=(4, 4),
+        axial_pos_embds_dim=(8, 8),
+        num_buckets=2,
+        max_position_embeddings=16,
+        local_attn_chunk_length=4,
+        lsh_attn_chunk_length=4,
+        is_decoder=True,
+        hidden_dropout_prob=0.1,
+        local_attention_probs_dropout_prob=0.1,
     )
     model, trace = ReformerModelWithLMHead(config).to(device).train(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -370,8 +370,8 @@ def recover(module: nn.Module) -> None:
             group._training_state = TrainingState.IDLE
             group._partial_reduce_output = None  # of micro-batches before the error
             for param in group.fsdp_params:
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None  # of the backward that raised
+                if (whole := getattr(param, "unsharded_param", None)) is not None:
+                    whole.grad = None  # of the backward that raised
     settle(module)
 
 

@@ -53,7 +53,7 @@ def is_called_by(package: str) -> bool:
 
 
 def is_in_function_of_script() -> bool:
-    """Returns whether the torch function is called in the forward of a `torch.autograd.Function` that is not PyTorch's."""
+    """Returns whether a torch function is called in the forward of a `torch.autograd.Function` of the script."""
     frame = sys._getframe(1)
     while frame is not None and (module := frame.f_globals.get("__name__", "")) != FORWARD:
         if module == "torch.autograd.function" and frame.f_code.co_name == "apply":

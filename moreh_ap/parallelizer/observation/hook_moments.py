@@ -1,7 +1,7 @@
-"""What hooks of the script find on a model in the middle of a forward: attributes that it has set, buffers that it counts.
+"""What hooks of the script find on a model in the middle of a forward: attributes that it has set, its buffers.
 
-Decides what of it is other than after the forward, and from which hook on. Must not know who asks for it. Hooks run once
-more where the script is, when the forward is through: see [Note: moments] in `hook_records.py`.
+Decides what of it is other than after the forward, and from which hook on. Must not know who asks for it. Hooks run
+once more where the script is, when the forward is through: see [Note: moments] in `hook_records.py`.
 """
 
 from __future__ import annotations
@@ -98,11 +98,13 @@ class Moments(HookMoments):
             or not (entry.name in changed and is_marked(changed[entry.name], entry.mark))
             if not isinstance(entry.value, Tensor) or is_marked(entry.value, entry.mark)
         }
-        found.update({f"{read.name}{AT}{read.position}": read.copy for read in self._reads.values() if self._moves(read)})
+        found.update(
+            {f"{read.name}{AT}{read.position}": read.copy for read in self._reads.values() if self._moves(read)}
+        )
         return found
 
     def _moves(self, read: _Read) -> bool:
-        """Whether a buffer may change after a hook has read it: batch normalisation changes it without a new version."""
+        """Whether a buffer may change after a hook has read it: batch normalisation gives it no new version."""
         path, _, last = read.name.rpartition(".")
         owner = self._module.get_submodule(path)
         return owner.training or owner._buffers.get(last) is not read.buffer or read.buffer._version != read.version

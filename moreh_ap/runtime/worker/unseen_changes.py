@@ -34,19 +34,17 @@ class UnseenChanges:
         self.known: set[Hashable] = set()
         self._seeds_anew = False
 
-    def note_files(self) -> None:
-        """Has the script warned of files that were written."""
+    def note_effects(self) -> None:
+        """Has the script warned of files that were written. Records that a forward has taken seeds: what its backward
+        draws then, nobody knows on one device either."""
+        self._seeds_anew |= bool(TAKEN)
+        TAKEN.clear()
         for file in take_written():
             self.warnings.append(
                 f"{self._title} writes {file} in every worker, each for its rows of the batch, and in trial runs "
                 "before the first call. Return what is to be written, or write it in a forward hook, which writes in "
                 "the script alone. See: docs/limits.md#models"
             )
-
-    def note_seeds(self) -> None:
-        """Records that a forward takes seeds: what its backward draws, nobody knows on one device either."""
-        TAKEN.clear()
-        self._seeds_anew = True
 
     @contextmanager
     def looking_at_backward(self, kind: Hashable, may_draw: bool = False) -> Iterator[None]:

@@ -28,7 +28,7 @@ from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook, attr
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.module_attributes import HeldAttributes
 from moreh_ap.protocol.rng_state import host_untouched
-from moreh_ap.session.models.hook_moments import HookMoments
+from moreh_ap.session.models.replayed_moments import ReplayedMoments
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.state_tensors import StateHolder
 
@@ -195,7 +195,7 @@ class ScriptHooks:
         ran = {number for seen in report.seen for number in seen if number < len(self._hooks)}
         are_sent = all(self._hooks[number].key in self._sent for number in ran)
         before = HeldAttributes(self._root) if ran and are_sent and self._has_answers else None
-        moments = HookMoments(self._root, call.model, report.attributes)
+        moments = ReplayedMoments(self._root, call.model, report.attributes)
         token = _replaying.set(True)
         try:
             for position, seen in enumerate(report.seen):

@@ -1,4 +1,4 @@
-"""What hooks of the script find on a model: what was there when they ran on the workers, not what the forward ended with.
+"""What hooks of the script find on a model: what was there when they ran on the workers.
 
 Decides what is on the model while each hook runs where the script is. Must not know hooks, or how values were answered.
 See [Note: moments] in `protocol/hook_records.py`.
@@ -19,7 +19,7 @@ class TakesAttributes(Protocol):
     def take_attributes(self, attributes: dict[str, Any]) -> None: ...
 
 
-class HookMoments:
+class ReplayedMoments:
     """What is on the modules of a model while the hooks of one call run.
 
     Args:
