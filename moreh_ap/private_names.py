@@ -204,7 +204,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._state_ctx", "parallelizer/data"),
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._training_state", "parallelizer/data"),
-        ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._partial_reduce_output", "parallelizer/data"),
+        (
+            "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._partial_reduce_output",
+            "parallelizer/data",
+        ),
     ),
     *_names(
         "Replaced: zeros for missing gradients, layers that wait for all, gathers without modes, parameters of others.",
@@ -248,7 +251,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Runs hooks of the script where the module is called, and keeps those on parameters.",
         ("torch.Tensor._post_accumulate_grad_hooks", "device/patches"),
         ("torch.nn.Module._backward_hooks", "*"),
-        ("torch.nn.Module._backward_pre_hooks", "protocol protocol/script_code session/models session/own_process session/verification"),
+        (
+            "torch.nn.Module._backward_pre_hooks",
+            "protocol protocol/script_code session/models session/own_process session/verification",
+        ),
         ("torch.nn.Module._forward_hooks", "*"),
         ("torch.nn.Module._forward_pre_hooks", "*"),
         ("torch.nn.Module._is_full_backward_hook", "session/models"),
@@ -317,7 +323,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "The stack of function modes of a thread.",
-        ("torch.overrides._get_current_function_mode_stack", "parallelizer/compiling parallelizer/data parallelizer/loss"),
+        (
+            "torch.overrides._get_current_function_mode_stack",
+            "parallelizer/compiling parallelizer/data parallelizer/loss",
+        ),
         ("torch.overrides._len_torch_function_stack", "device session/own_process"),
         ("torch.overrides._pop_mode", "device parallelizer/data"),
         ("torch.overrides._push_mode", "device parallelizer/data"),
