@@ -341,9 +341,24 @@ def to_accelerator(tensor: Tensor) -> VirtualTensor:
 
 
 def place(tensor: Tensor) -> VirtualTensor:
-    """Returns an accelerator tensor that wraps `tensor` without a copy; the caller must not keep `tensor`."""
+    """Returns an accelerator tensor that wraps `tensor` without a copy; the caller must not keep `tensor`.
+
+    Raises:
+        UnsupportedError: It is a nested tensor, whose sizes are no numbers.
+    """
+    if tensor.is_nested:
+        raise nested_refused()
     with torch._C.DisableTorchFunction():
         return VirtualTensor(Cell(Here(tensor), ACCELERATOR), tensor)
+
+
+def nested_refused() -> UnsupportedError:
+    """Returns the error for a nested tensor that would come to be on the accelerator."""
+    return UnsupportedError(
+        "A nested tensor (`torch.nested`) would come to be on the accelerator.",
+        allowed="Padded tensors with a mask, lists of tensors, packed sequences; jagged ones that are made there.",
+        fix='torch.nested.nested_tensor([x.to("cuda") for x in tensors], layout=torch.jagged)',
+    )
 
 
 def to_host(tensor: VirtualTensor) -> Tensor:

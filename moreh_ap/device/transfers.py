@@ -13,7 +13,7 @@ from torch import Tensor
 from moreh_ap.device.cuda import legacy_types
 from moreh_ap.device.host_tensors import HostTensor, mark, put, to_accelerator, to_host
 from moreh_ap.device.patches import parameter_hooks
-from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor
+from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, nested_refused
 from moreh_ap.device.values import InFile
 
 
@@ -107,6 +107,8 @@ def _cast_unread(tensor: VirtualTensor, dtype: torch.dtype) -> VirtualTensor:
 def move(tensor: Tensor, device: Any) -> Tensor:
     """Returns `tensor` on `device`; the same object if it is already there."""
     if not isinstance(tensor, VirtualTensor) and hasattr(tensor, "__tensor_flatten__"):
+        if tensor.is_nested and is_accelerator(device):
+            raise nested_refused()
         return _move_parts(tensor, device)
     if is_accelerator(device):
         if not isinstance(tensor, VirtualTensor):

@@ -12,6 +12,12 @@ writes in a worker is dropped, and what it returns where the script is.
 What a forward sets on parts of the model (``self.last_loss = loss``) is answered in the same way, if it is made of
 tensors and plain values: the script finds it on its own module, and may go backward from it. In a worker it stays as it
 is. What was set to something else, or what the split check did not see, is left out, and the script is told.
+
+[Note: moments]
+A hook reads what is on the model while the forward is at its module: an attribute that was set before, a count that
+goes on afterwards. When it runs where the script is, the forward is through. So with each attribute the worker says
+from which hook on it was there, and what was otherwise when a hook ran, or of buffers when one read them, is answered
+too.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -27,6 +34,8 @@ from torch.utils._pytree import tree_leaves
 from moreh_ap.protocol.script_code.written_files import writing_nothing
 
 IN_PLACE = " in place"
+FROM = " from hook "
+AT = " at hook "
 
 
 class Report(NamedTuple):
@@ -37,7 +46,9 @@ class Report(NamedTuple):
         seen: ``{number of a hook: what it was given}``, in the order in which hooks ran.
         ended_by: The exception with which a hook ended the forward, in words; None if none did.
         attributes: What was set on parts of the model, ``{path and name: value}``. See [Note: attributes]. A list, dict
-            or set that was there before, and has other contents now, has `IN_PLACE` behind its name.
+            or set that was there before, and has other contents now, has `IN_PLACE` behind its name. Behind that stands
+            `FROM` with the position in `seen` of the first hook that found the value, or `AT` with that of the only
+            hooks, up to the next value, that found it.
     """
 
     result: Any
@@ -46,9 +57,41 @@ class Report(NamedTuple):
     attributes: dict[str, Any]
 
 
-def attributes_in(keys: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the attributes in a report."""
-    return tuple(key.removesuffix(IN_PLACE) for key in keys)
+def attributes_in(keys: Iterable[str], *, passing: bool = True) -> tuple[str, ...]:
+    """Returns the names of the attributes in a report; without `passing`, of those that the forward ended with."""
+    parsed = map(ReportKey.of, keys)
+    return tuple(key.name for key in parsed if passing or not key.is_passing)
+
+
+class ReportKey(NamedTuple):
+    """What the key of an attribute in a report says.
+
+    Attributes:
+        name: Its path and name.
+        in_place: `IN_PLACE`, or nothing.
+        position: The position of the first hook that found the value; None if none did.
+        is_passing: Whether it was another after the forward.
+    """
+
+    name: str
+    in_place: str
+    position: int | None
+    is_passing: bool
+
+    @staticmethod
+    def of(key: str) -> ReportKey:
+        """Takes a key apart."""
+        is_passing = AT in key
+        name, _, position = key.partition(AT if is_passing else FROM)
+        plain = name.removesuffix(IN_PLACE)
+        return ReportKey(plain, name[len(plain) :], int(position) if position else None, is_passing)
+
+
+class HookMoments(Protocol):
+    """Looks at what hooks find."""
+
+    def before_hook(self) -> AbstractContextManager[Any]:
+        """Looks at the model before a hook runs; returns what has to be active while it does."""
 
 
 class HookEnded(Exception):
@@ -59,6 +102,7 @@ class Recorder:
     """Where hooks of the forward that runs now leave what they are given; None outside of one (a recomputation)."""
 
     seen: list[tuple[int, tuple[Any, ...], list[tuple[Tensor, int]]]] | None = None
+    moments: HookMoments | None = None
 
 
 RECORDER = Recorder()
@@ -79,10 +123,12 @@ class ReportedHook:
         seen = RECORDER.seen
         if seen is not None:
             seen.append((self._number, given, [(tensor, tensor._version) for tensor in _tensors(given)]))
+        moments = RECORDER.moments
+        finding = contextlib.nullcontext() if seen is None or moments is None else moments.before_hook()
         if self.hook is None:
             return None
         try:
-            with contextlib.redirect_stdout(io.StringIO()), writing_nothing():
+            with contextlib.redirect_stdout(io.StringIO()), writing_nothing(), finding:
                 return self.hook(module, *given)
         except Exception as error:
             if seen is None:

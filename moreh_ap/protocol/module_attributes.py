@@ -2,7 +2,8 @@
 
 Decides which of them changed in a forward and which can be answered with its result. Must not know who asks for them.
 Looked at are parts whose class is the user's; what classes of libraries keep for themselves is their own, but for lists
-(PEFT's of adapters that are merged into a weight, which a forward takes out again where they are disabled).
+(PEFT's of adapters that are merged into a weight, which a forward takes out again where they are disabled), and tensors
+where there is a hook (the weight that spectral normalisation or pruning computes for each forward).
 """
 
 from __future__ import annotations
@@ -45,36 +46,49 @@ class Attributes:
         self._submodules = [
             (path, submodule) for path, submodule in root.named_modules() if _is_of_user(type(submodule))
         ]
-        self._lists = [
+        self._of_libraries = [
             (path, submodule, name)
             for path, submodule in root.named_modules()
             if not _is_of_user(type(submodule))
             for name, value in _kept(submodule, "_")
-            if type(value) is list
+            if type(value) is list or _is_computed_by_hook(submodule, value)
         ]
+        self._by_path = dict(root.named_modules())
         self._with_buffers = [each for each in self._submodules if with_buffers and each[1]._buffers]
         self.buffers: set[str] = set()
 
     def __bool__(self) -> bool:
-        """Whether there is any part, or list, to look at."""
-        return bool(self._submodules or self._lists)
+        """Whether there is anything to look at."""
+        return bool(self._submodules or self._of_libraries)
 
     def marks(self) -> Marks:
         """Returns the fingerprints of the present attributes."""
-        return {name: _mark(value) for name, value in self._values()}
+        return {name: mark_of(value) for name, value in self._values()}
 
-    def changed(self, before: Marks) -> dict[str, Any]:
-        """Returns the attributes that were set or changed since, and their values, in the order of their names."""
-        found = {
-            name: value for name, value in self._values() if name not in before or not _is_marked(value, before[name])
-        }
+    def changed(self, before: Marks, among: Collection[str] | None = None) -> dict[str, Any]:
+        """Returns the attributes that were set or changed since, and their values, in the order of their names.
+
+        Args:
+            before: Their fingerprints then.
+            among: The attributes that are looked at; None for all.
+        """
+        values = self._values() if among is None else self._present(among)
+        found = {name: value for name, value in values if name not in before or not is_marked(value, before[name])}
         return {name: found[name] for name in sorted(found)}
+
+    def _present(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+        for name in names:
+            path, _, last = name.rpartition(".")
+            module = self._by_path.get(path)
+            held = {} if module is None else namespace_of(module, last)
+            if last in held:
+                yield name, held[last]
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         for path, submodule in self._submodules:
             for name, value in _kept(submodule, _OF_THIS_PACKAGE):
                 yield full_name(path, name), value
-        for path, submodule, name in self._lists:
+        for path, submodule, name in self._of_libraries:
             if name in vars(submodule):
                 yield full_name(path, name), vars(submodule)[name]
         for path, submodule in self._with_buffers:
@@ -178,10 +192,10 @@ def is_overwritten(value: Any, mark: Any) -> bool:
     """Returns whether each entry of a list or dict that had as many, or these keys, when it was marked was set anew."""
     inside = mark[1] if isinstance(value, (list, dict)) and mark is not None else None
     if isinstance(inside, list):
-        return 0 < len(inside) == len(value) and not any(map(_is_marked, value, inside))
+        return 0 < len(inside) == len(value) and not any(map(is_marked, value, inside))
     if not isinstance(inside, dict) or inside.keys() != value.keys():
         return False
-    return not any(_is_marked(value[key], inside[key]) for key in inside)
+    return not any(is_marked(value[key], inside[key]) for key in inside)
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -189,20 +203,21 @@ def has_memory(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or tensor.untyped_storage().size() > 0
 
 
-def _mark(value: Any) -> Any:
+def mark_of(value: Any) -> Any:
     """Returns a fingerprint to compare later, which keeps no tensor alive: setting a new one frees the old one."""
     if isinstance(value, _PLAIN):
         return value, None
     if isinstance(value, Tensor):
         return weakref.ref(value), _version_of(value)
     if is_container(value, (list, tuple)):
-        return value, [_mark(item) for item in value] if len(value) <= _MAX_LOOKED_INTO else len(value)
+        return value, [mark_of(item) for item in value] if len(value) <= _MAX_LOOKED_INTO else len(value)
     if is_container(value, (dict,)):
-        return value, {key: _mark(value[key]) for key in value} if len(value) <= _MAX_LOOKED_INTO else len(value)
+        return value, {key: mark_of(value[key]) for key in value} if len(value) <= _MAX_LOOKED_INTO else len(value)
     return value, len(value) if is_container(value, (set,)) else None
 
 
-def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
+def is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
+    """Returns whether a value is what it was when it was marked."""
     was, inside = mark
     if isinstance(value, Tensor):
         is_it = isinstance(was, weakref.ref) and was() is value
@@ -212,15 +227,30 @@ def _is_marked(value: Any, mark: tuple[Any, Any]) -> bool:
     if was is not value:
         return False
     if isinstance(inside, list):
-        return len(inside) == len(value) and all(map(_is_marked, value, inside))
+        return len(inside) == len(value) and all(map(is_marked, value, inside))
     if isinstance(inside, dict):
-        return inside.keys() == value.keys() and all(_is_marked(value[key], inside[key]) for key in inside)
+        return inside.keys() == value.keys() and all(is_marked(value[key], inside[key]) for key in inside)
     return bool(inside is None or inside == len(value))
 
 
 def _version_of(tensor: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():  # to look whether it changed is not to read it
         return 0 if tensor.is_inference() else tensor._version
+
+
+def computed_by_hooks(root: nn.Module) -> frozenset[str]:
+    """Returns the attributes of modules of libraries that hooks compute, the same ones in each forward."""
+    return frozenset(
+        full_name(path, name)
+        for path, submodule in root.named_modules()
+        if not _is_of_user(type(submodule))
+        for name, value in _kept(submodule, "_")
+        if _is_computed_by_hook(submodule, value)
+    )
+
+
+def _is_computed_by_hook(module: nn.Module, value: Any) -> bool:
+    return isinstance(value, Tensor) and bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def _is_of_user(cls: type) -> bool:

@@ -151,3 +151,114 @@ def test_an_optimizer_and_a_model_that_come_behind_the_error_are_made():
         loss.item()
     optimizer = torch.optim.Adam(second.parameters())
     assert all(step(second, optimizer, "cuda")[0].item() > 0 for _ in range(3))
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Passes on what it is given, and no negative gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient.amax() > 100:
+            raise OverflowError("the gradient is too large")
+        return gradient
+
+
+class Guarded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[1](RaisesInBackward.apply(self.blocks[0](x)))
+
+
+def test_a_backward_behind_one_that_raised_has_its_gradients():
+    """Where parameters are sharded, no later backward reduced any."""
+
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = Guarded().to(device), []
+        for scale in (1, 1e6, 1):
+            loss = model(torch.ones(4, 4).to(device)).sum() * scale
+            model.zero_grad()
+            if scale > 1:
+                with pytest.raises((OverflowError, RuntimeError)):
+                    loss.backward()
+                    model.blocks[0][0].weight.grad.sum().item()
+            else:
+                loss.backward()
+                trace += [parameter.grad.clone() for parameter in model.parameters()]
+        return trace
+
+    assert_same(*on_both(script))
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def backward_from(self, sums, gradients):
+        """Returns the inputs of the block, and their gradients, from its outputs and theirs."""
+        with torch.enable_grad():
+            y = sums[0].detach().requires_grad_()
+            added = self.second(y).tanh()
+            added.backward(gradients[1])
+        right = (sums[1] - added).detach()
+        left_gradient = gradients[0] + y.grad
+        with torch.enable_grad():
+            x = right.requires_grad_()
+            other = self.first(x).tanh()
+            other.backward(left_gradient)
+        return (sums[0] - other.detach(), right.detach()), (left_gradient, gradients[1] + x.grad)
+
+    def forward(self, left, right):
+        with torch.no_grad():
+            left = left + self.first(right).tanh()
+            return left, right + self.second(left).tanh()
+
+
+class Reversible(torch.autograd.Function):
+    """As in Reformer: the backward computes again what the forward has not kept."""
+
+    @staticmethod
+    def forward(ctx, left, right, blocks):
+        for block in blocks:
+            left, right = block(left, right)
+        ctx.kept, ctx.blocks = (left.detach(), right.detach()), blocks
+        return left, right
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        sums = ctx.kept
+        for block in reversed(ctx.blocks):
+            sums, gradients = block.backward_from(sums, gradients)
+        return *gradients, None
+
+
+class ReversibleNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Linear(4, 8), nn.ModuleList(Half() for _ in range(2))
+
+    def forward(self, x):
+        return torch.cat(Reversible.apply(*self.embed(x).chunk(2, -1), self.blocks), -1)
+
+
+def test_reversible_layers_have_their_gradients():
+    """A trial of their backward raises where blocks are sharded, which then join the rest of the model."""
+
+    def script(device):
+        torch.manual_seed(0)
+        model, trace = ReversibleNet().to(device), []
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.randn(6, 4).to(device)).square().mean().backward()
+            trace += [parameter.grad.clone() for parameter in model.parameters()]
+        return trace
+
+    assert_same(*on_both(script))

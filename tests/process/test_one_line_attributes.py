@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from test_one_line_training import assert_same, on_both, train_step
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 pytestmark = pytest.mark.rotating  # one more way to set an attribute each
 
@@ -878,3 +879,37 @@ def test_an_empty_list_that_a_later_call_alone_sets(accelerator):
         return trace
 
     assert_same(*on_both(script))
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_weights_that_hooks_of_pytorch_compute_are_found_in_a_loss(accelerator, plan):
+    """They stayed what they were when the model moved: a penalty on them had no gradient, and a sum was an old one."""
+    accelerator(plan, strict=True)
+
+    def script(device):
+        torch.manual_seed(0)
+        layers = nn.utils.spectral_norm(nn.Linear(6, 8)), nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 3)
+        prune.l1_unstructured(layers[2], "weight", 0.4)
+        model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2]).to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            loss = F.cross_entropy(model(torch.randn(8, 6).to(device)), torch.randint(3, (8,)).to(device))
+            train_step(trace, model, optimizer, loss + 0.1 * sum(layer.weight.square().sum() for layer in layers))
+        with torch.no_grad():
+            trace += [model.eval()(torch.randn(4, 6).to(device)), *(layer.weight.sum() for layer in layers)]
+        return trace, model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+def test_a_model_whose_weights_hooks_compute_is_not_waited_for(accelerator):
+    session = accelerator("replicate=2", strict=True)
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 1)).to("cuda")
+    optimizer, waits = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(4):
+        loss = model(torch.randn(8, 6).to("cuda")).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        waits.append(session.workers.num_waits)
+    assert waits[-1] <= waits[1] + 1, "a call is waited for each time"  # a copy for recovery may be, once

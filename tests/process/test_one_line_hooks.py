@@ -439,3 +439,50 @@ def test_hooks_under_a_tensor_axis_are_refused(accelerator):
     model[0].register_forward_hook(lambda module, args, output: None)
     with pytest.raises(UnsupportedError, match="no worker has as a whole"):
         model(torch.ones(4, 4, device="cuda"))
+
+
+class Counting(nn.Module):
+    """Sets attributes and counts in buffers before and after its parts run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inner, self.steps, self.kept = nn.Linear(6, 6), nn.Identity(), 0, None
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        self.steps += 1
+        self.kept = self.layer(x).relu()
+        x = self.inner(x + self.kept)
+        self.calls += 1
+        return x * self.calls.clone()
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_hooks_find_what_was_on_the_model_when_they_ran(accelerator, plan):
+    """They found what the forward ended with, and of attributes what the one before it ended with."""
+    accelerator(plan, strict=True)
+
+    def script(device):
+        torch.manual_seed(0)
+        counting, norm = Counting(), nn.BatchNorm1d(6)
+        model, seen, trace = nn.Sequential(counting, counting, norm, norm, nn.Linear(6, 3)).to(device), [], []
+        norm.register_forward_pre_hook(lambda m, _: seen.append([m.num_batches_tracked.item(), m.running_var.sum()]))
+        norm.register_forward_hook(lambda m, _, out: seen.append([float(m.running_mean.sum())]))
+        counting.inner.register_forward_hook(lambda *_: seen.append([counting.steps, int(counting.calls)]))
+        counting.register_forward_hook(lambda m, _, out: seen.append([m.kept.detach().sum(), m.steps, m.calls.item()]))
+        model.register_forward_pre_hook(lambda m, _: seen.append([m[0].calls.item(), m[2].num_batches_tracked.item()]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(model(torch.randn(8, 6).to(device)), torch.arange(8).to(device) % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        with torch.no_grad():
+            trace.append(model.eval()(torch.randn(4, 6).to(device)))
+        numbers = [
+            float(value.detach() if isinstance(value, torch.Tensor) else value) for each in seen for value in each
+        ]
+        return trace, torch.tensor(numbers), [counting.steps, *model.state_dict().values()]
+
+    assert_same(*on_both(script))

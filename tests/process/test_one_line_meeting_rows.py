@@ -40,6 +40,36 @@ class InBatchNegatives(TwoEncoders):
         return (F.cross_entropy(scores_BB, answers_B) + F.cross_entropy(scores_BB.T, answers_B)) / 2, left_BD
 
 
+class Shrinking:
+    """In place of a forward, as the Matryoshka losses of sentence-transformers have it: keeps what it shrinks."""
+
+    def __init__(self, encode) -> None:
+        self.encode, self.kept = encode, []
+
+    def __call__(self, x):
+        embeddings = self.encode(x)
+        self.kept.append(embeddings)
+        return F.normalize(embeddings[:, :4], dim=-1)
+
+
+class KeptInside(TwoEncoders):
+    """Goes on with tensors that a module has not returned."""
+
+    def forward(self, x_BF: Tensor, y_BF: Tensor) -> tuple[Tensor, Tensor]:
+        encode = self.left.forward
+        shrinking = self.left.forward = Shrinking(encode)
+        try:
+            left_BD, right_BD = self.left(x_BF), self.left(y_BF)
+        finally:
+            self.left.forward = encode
+        scores_BB = self.temperature.exp() * left_BD @ right_BD.T
+        columns_CD = torch.cat(shrinking.kept)
+        divergence = F.kl_div(
+            F.log_softmax(columns_CD, -1), columns_CD.detach().softmax(-1) ** 2, reduction="batchmean"
+        )
+        return F.cross_entropy(scores_BB, torch.arange(len(x_BF), device=x_BF.device)) + divergence, left_BD
+
+
 class ColumnsTogether(TwoEncoders):
     """Two columns go through the encoder one behind the other: what is drawn for a row of both lies apart."""
 
@@ -266,6 +296,7 @@ class SetsItselfUp(TwoEncoders):
     [
         InBatchNegatives,
         ColumnsTogether,
+        KeptInside,
         SupervisedContrast,
         OwnNormalisation,
         BalancedExperts,

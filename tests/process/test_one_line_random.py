@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from one_line_models import VOCABULARY, ragged_batches, tiny_gpt2
 from torch import nn
+from transformers import ReformerConfig, ReformerModelWithLMHead
 from transformers.integrations.fsdp import is_fsdp_managed_module
+
+from moreh_ap.parallelizer.rng import common_seeds
 
 pytestmark = pytest.mark.rotating  # one more way to draw each
 
@@ -371,3 +374,44 @@ def test_random_numbers_in_a_backward_are_those_of_one_device(accelerator, plan)
     expected = train_shaken("cpu")
     accelerator(plan)
     assert train_shaken("cuda") == pytest.approx(expected, rel=1e-5)
+
+
+def train_reformer(device):
+    torch.manual_seed(0)
+    config = ReformerConfig(
+        vocab_size=32,
+        attention_head_size=8,
+        hidden_size=16,
+        num_attention_heads=2,
+        feed_forward_size=16,
+        attn_layers=["local", "lsh"],
+        axial_pos_shape=(4, 4),
+        axial_pos_embds_dim=(8, 8),
+        num_buckets=2,
+        max_position_embeddings=16,
+        local_attn_chunk_length=4,
+        lsh_attn_chunk_length=4,
+        is_decoder=True,
+        hidden_dropout_prob=0.1,
+        local_attention_probs_dropout_prob=0.1,
+    )
+    model, trace = ReformerModelWithLMHead(config).to(device).train(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(3):
+        torch.manual_seed(number)  # where the backward leaves the stream follows from no seed of the script
+        ids = torch.randint(32, (4, 16)).to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        trace += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+        optimizer.step()
+    return trace
+
+
+@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+def test_reversible_layers_that_take_their_seeds_from_the_system(accelerator, plan, monkeypatch):
+    """Split, with the masks that one device has where `torch.seed` gives it the same seeds."""
+    monkeypatch.setattr(torch, "seed", common_seeds.seed)
+    expected = train_reformer("cpu")
+    accelerator(plan, strict=True)
+    assert train_reformer("cuda") == pytest.approx(expected, rel=1e-4)

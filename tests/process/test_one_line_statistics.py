@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_one_line_training import assert_same, on_both
 from torch import nn
+from torch.ao.quantization import QuantStub, get_default_qat_qconfig, prepare_qat
 
 from moreh_ap.errors import PlanError
 
@@ -356,3 +357,24 @@ def test_an_average_that_shares_the_buffers_of_a_model(evaluates):
 
     with pytest.warns(UserWarning, match="are copies from now on"):
         assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+def test_observers_that_learn_in_their_first_forward_how_many_channels_there_are(capsys):
+    """Quantization-aware training: the trial ended in a RuntimeError, since it had resized their buffers."""
+
+    def script(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(QuantStub(), nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).train()
+        model.qconfig = get_default_qat_qconfig("fbgemm")
+        model = prepare_qat(model).to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            loss = F.cross_entropy(model(torch.randn(6, 1, 6, 6).to(device)), torch.arange(6).to(device) % 3)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return trace, model.state_dict()
+
+    assert_same(*on_both(script))
+    assert WHOLE not in capsys.readouterr().out

@@ -6,7 +6,7 @@ Decides what of it is answered with the result. Must not know who asks for it. S
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.extension import CallExtension, Findings, Forward
 from moreh_ap.parallelizer.data.fsdp import recover
+from moreh_ap.parallelizer.observation.hook_moments import Moments
 from moreh_ap.parallelizer.state.loading import local_shard
-from moreh_ap.protocol.hook_records import IN_PLACE, RECORDER, HookEnded, Report, ReportedHook
+from moreh_ap.protocol.hook_records import AT, IN_PLACE, RECORDER, HookEnded, Report, ReportedHook, ReportKey
 from moreh_ap.protocol.module_attributes import (
     Attributes,
     has_memory,
@@ -33,6 +34,7 @@ class Reports(CallExtension):
         module: The model.
         attributes: Its attributes; None where what is set on parts of the model is not what one device would set.
         known: The attributes that may be answered, and the kinds of their leaves; None for all.
+        answers: Whether what hooks find in buffers is what one device would find.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class Reports(CallExtension):
         module: nn.Module,
         attributes: Attributes | None,
         known: Mapping[str, tuple[str, ...]] | None = None,
+        answers: bool = True,
     ) -> None:
-        self._module, self._attributes, self._known = module, attributes, known
+        self._module, self._attributes, self._known, self._answers = module, attributes, known, answers
+        self._among = None if known is None else {ReportKey.of(name).name for name in known}
         self.has_hooks = any(
             isinstance(hook, ReportedHook)
             for submodule in module.modules()
@@ -50,7 +54,18 @@ class Reports(CallExtension):
         self.is_needed = self.has_hooks or attributes is not None
 
     def knowing(self, attributes: Mapping[str, tuple[str, ...]]) -> Reports:
-        return Reports(self._module, self._attributes, attributes)
+        kinds = {name: self._kinds_of(name, found) for name, found in attributes.items()}
+        return Reports(self._module, self._attributes, kinds, self._answers)
+
+    def _kinds_of(self, name: str, found: tuple[str, ...]) -> tuple[str, ...]:
+        """Buffers are the same everywhere; what one is while a hook runs may be zero, which shows no kind."""
+        return ("same",) * len(found) if self._is_of_buffer(name) else found
+
+    def _is_of_buffer(self, name: str) -> bool:
+        """Whether an attribute is the copy of a buffer that a hook has read."""
+        key = ReportKey.of(name)
+        path, _, last = key.name.rpartition(".")
+        return key.is_passing and last in self._module.get_submodule(path)._buffers
 
     def around_forward(self, findings: Findings, module: nn.Module, forward: Forward) -> Forward:
         """Returns a forward whose result is a `Report` where there is anything to report.
@@ -63,14 +78,17 @@ class Reports(CallExtension):
         def run(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             before = {} if attributes is None else attributes.marks()
             seen: list[dict[int, tuple[Any, ...]]] = []
-            ended_by = None
+            ended_by, moments = None, None
             if self.has_hooks:
-                result, seen, ended_by = _with_hooks(lambda: forward(args, kwargs))
+                if self._answers and module is self._module:
+                    moments = Moments(module, attributes, before, self._among)
+                result, seen, ended_by = _with_hooks(lambda: forward(args, kwargs), moments)
             else:
                 result = forward(args, kwargs)
             changed = {} if attributes is None else attributes.changed(before)
-            found = {name: value for name, value in changed.items() if self._is_answered(name, value)}
-            findings.left_out = [name for name in changed if name not in found]
+            passing = {} if moments is None else moments.at_hooks(changed)
+            found = {name: value for name, value in {**changed, **passing}.items() if self._is_answered(name, value)}
+            findings.left_out = [name for name in (*changed, *passing) if name not in found]
             kept = [name for name, value in changed.items() if is_same_container(value, before.get(name))]
             findings.gathered = [name for name in kept if not is_overwritten(changed[name], before[name])]
             if ended_by is not None:
@@ -81,7 +99,8 @@ class Reports(CallExtension):
             findings.attributes = {name: len(flatten(value)[0]) for name, value in found.items()}
             if self._known is not None:
                 findings.attribute_kinds = tuple(kind for name in found for kind in self._known[name])
-            named = {name + IN_PLACE if name in kept else name: value for name, value in found.items()}
+            since = {} if moments is None else moments.from_hook(changed)
+            named = {_key(name, kept, since): value for name, value in found.items()}
             return Report(result, seen, ended_by, named)
 
         return run
@@ -90,7 +109,7 @@ class Reports(CallExtension):
         number = num_leaves(value)
         is_of_kind = self._known is None or (name in self._known and number == len(self._known[name]))
         is_known = number is not None and is_of_kind
-        if self._attributes is not None and name in self._attributes.buffers:
+        if self._is_of_buffer(name) or (self._attributes is not None and name in self._attributes.buffers):
             return is_known
         return is_known and not any(map(self._is_state, flatten(value)[0]))
 
@@ -107,17 +126,24 @@ class Reports(CallExtension):
         return {(tensor.data_ptr(), tensor.numel()) for tensor in held}
 
 
-def _with_hooks(run: Callable[[], Any]) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:
+def _key(name: str, kept: Sequence[str], since: Mapping[str, str]) -> str:
+    plain, at, position = name.partition(AT)
+    return plain + (IN_PLACE if plain in kept else "") + (at + position if at else since.get(plain, ""))
+
+
+def _with_hooks(
+    run: Callable[[], Any], moments: Moments | None
+) -> tuple[Any, list[dict[int, tuple[Any, ...]]], str | None]:
     """Returns the result of `run`, what hooks of the script were given in it, and what ended it early."""
     seen: list[tuple[int, tuple[Any, ...], list[tuple[Tensor, int]]]] = []
-    RECORDER.seen = seen
+    RECORDER.seen, RECORDER.moments = seen, moments
     ended_by, result = None, None
     try:
         result = run()
     except HookEnded as ended:
         ended_by = str(ended)
     finally:
-        RECORDER.seen = None
+        RECORDER.seen, RECORDER.moments = None, None
     for _, _, tensors in seen:
         for tensor, version in tensors:
             if tensor._version != version:

@@ -365,9 +365,13 @@ def recover(module: nn.Module) -> None:
         state = submodule._get_fsdp_state()
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False  # else no later backward reduces gradients
         for group in param_groups(submodule):
             group._training_state = TrainingState.IDLE
             group._partial_reduce_output = None  # of micro-batches before the error
+            for param in group.fsdp_params:
+                if (whole := getattr(param, "unsharded_param", None)) is not None:
+                    whole.grad = None  # of the backward that raised
     settle(module)
 
 

@@ -52,6 +52,17 @@ def is_called_by(package: str) -> bool:
     return False
 
 
+def is_in_function_of_script() -> bool:
+    """Returns whether a torch function is called in the forward of a `torch.autograd.Function` of the script."""
+    frame = sys._getframe(1)
+    while frame is not None and (module := frame.f_globals.get("__name__", "")) != FORWARD:
+        if module == "torch.autograd.function" and frame.f_code.co_name == "apply":
+            origin = str(getattr(frame.f_locals.get("cls"), "__module__", ""))
+            return origin.partition(".")[0] not in ("torch", "moreh_ap")
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def _name_of(code: CodeType) -> int:
     """Returns a number for a function: its name and line, since its file may lie elsewhere for another process."""
     name = _NAMES.get(code)

@@ -110,6 +110,8 @@ class StateBefore:
         for buffer, value in self._values:
             if buffer.grad_fn is not None and id(buffer) not in self._with_graph:
                 buffer.detach_()  # the forward kept a result in it, whose graph the trial has freed
+            if buffer.shape != value.shape:
+                buffer.resize_(value.shape)  # observers of quantization learn in their first forward how many channels
             if not torch.equal(buffer, value):
                 buffer.data.copy_(value)  # `.data`: a graph that has kept the buffer is not told of the change
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.call.forward import EagerForward
@@ -29,7 +29,7 @@ from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import NoDropout, Refused, attempt
 from moreh_ap.parallelizer.trial.hidden_terms import filled, own_zeros_of
 from moreh_ap.parallelizer.trial.joined_probe import ALL_ROUNDING, ROUNDING, SMALLEST, JoinedProbe
-from moreh_ap.parallelizer.trial.lockstep import Lockstep
+from moreh_ap.parallelizer.trial.lockstep import KeptInside, Lockstep
 from moreh_ap.parallelizer.trial.row_comparison import close
 from moreh_ap.protocol.batch import row_range
 from moreh_ap.protocol.rng_state import seeded_state_of_host
@@ -50,6 +50,14 @@ class GatheringProbe(JoinedProbe):
     def compare_outputs(self) -> None:
         self.steps = self._learn()
         super().compare_outputs()
+
+    def compare_gradients(self) -> None:
+        try:
+            super().compare_gradients()
+        except RuntimeError as error:
+            if self._lockstep is None or not self._lockstep.meets_in_function:
+                raise
+            raise Refused("rows meet in a torch.autograd.Function, whose backward knows some of them") from error
 
     def _learn(self) -> tuple[Step, ...]:
         """Returns the steps of the forward, those of all ways if numbers of Python or NumPy decide which it takes.
@@ -126,6 +134,18 @@ class GatheringProbe(JoinedProbe):
             return self._learned(host, calls[0]) if everywhere(goes_as_well, self.call) else steps
 
     def _learned(self, host: bytes | None, fewer: Sequence[Called]) -> tuple[Step, ...]:
+        enters: list[nn.Module] = []
+        while True:
+            try:
+                return self._learned_entering(host, fewer, enters)
+            except KeptInside as kept:
+                if kept.module in enters:
+                    raise Refused("a module keeps tensors of its inside, and rows depend on each other") from kept
+                enters.append(kept.module)
+
+    def _learned_entering(
+        self, host: bytes | None, fewer: Sequence[Called], enters: Sequence[nn.Module]
+    ) -> tuple[Step, ...]:
         number, first = len(self._chosen), len(self._first)
         others, _ = self._record(host, self._chosen[-first:], draws_others=True)
         lockstep = Lockstep(
@@ -137,6 +157,7 @@ class GatheringProbe(JoinedProbe):
             tolerance=self._tolerance,
             rules=self.call.rules,
             draws=self.draws.stream,
+            enters=enters,
         )
         self._lockstep, self._few = lockstep, (fewer, others)
         self._forward(self._chosen, lockstep, host, self.call.grad)
@@ -234,6 +255,7 @@ def gathering_probes(
             for steps in first.beginnings():
                 probe = kind(call, args, kwargs, rows, each=each)
                 probe.steps, probe._few, probe.repeats = (*steps, Step(REST)), first._few, repeats
+                probe._lockstep = first._lockstep
                 yield probe
             could_run = could_run or first.could_run
             if everywhere(not have_several(first.draws.stream), call):

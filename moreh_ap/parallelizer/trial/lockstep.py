@@ -15,7 +15,7 @@ differ for fewer rows, and are the same for as many other rows. They are those o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
-from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, is_in_function_of_script, site_of_call
 from moreh_ap.parallelizer.observation.filled_arguments import FilledArguments
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.recorded_calls import Called
@@ -49,6 +49,18 @@ without their diagonal. Others may follow something else, such as a place in a q
 _REFUSED = {"backward", "grad", "__set__"}
 
 
+class KeptInside(Exception):
+    """A module that was taken as one step has kept a tensor of its inside, which others go on with.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 class Lockstep(GlobalReduction):
     """Runs a forward of some rows, and finds out what each function in it does with slices of them.
 
@@ -61,12 +73,16 @@ class Lockstep(GlobalReduction):
         tolerance: Which differences are rounding; see `row_comparison.py`.
         rules: Which numbers in modules are those of the batch.
         draws: What is drawn from the common stream.
+        enters: Modules that are no step, whose functions are steps.
 
     Attributes:
         steps: What was learned so far.
         ends: Behind how many steps the forward was through with a module that has parameters and works row by row,
             and that module.
+        meets_in_function: Whether rows met in the forward of a `torch.autograd.Function` of the script.
     """
+
+    meets_in_function = False
 
     def __init__(
         self,
@@ -79,8 +95,11 @@ class Lockstep(GlobalReduction):
         others: Sequence[Called] = (),
         rules: MeanRules = LENGTHS,
         draws: Sequence[Draw] = (),
+        enters: Collection[nn.Module] = (),
     ) -> None:
         super().__init__(device, record=True, rules=rules)
+        self._enters, self._of_steps = enters, Placements()
+        self._step: nn.Module | None = None
         self.steps: list[Step] = []
         self.ends: list[tuple[int, nn.Module]] = []
         self._rows, self._within = rows, (rules, draws)
@@ -124,16 +143,19 @@ class Lockstep(GlobalReduction):
     ) -> Any:
         kwargs = kwargs or {}
         if self._inside is not None:
-            return self._run(self._inside, func, args, kwargs)
+            result = self._run(self._inside, func, args, kwargs)
+            for leaf in tensors_of(result):
+                self._of_steps[leaf] = self._step
+            return result
         if is_question(func):
             return func(*args, **kwargs)
         name = function_name(func)
         if name in _REFUSED:
             raise Refused(f"the forward calls {name}, and rows depend on each other")
         leaves = leaves_of((args, kwargs))
+        self._is_of_sharding = is_called_by(GATHERING)
         doubles = self._doubles_of(leaves)
         follows: tuple[RowCount, ...] = ()
-        self._is_of_sharding = is_called_by(GATHERING)
         if not self._is_of_sharding:
             follows = self._following(name, leaves)
             self._position += 1
@@ -161,8 +183,9 @@ class Lockstep(GlobalReduction):
         after = self._fewer_calls[self._position].after
         self._position += 1
         doubles = self._doubles_of(leaves)
-        if any(doubles) and all(isinstance(leaf, _HARMLESS) for leaf in leaves):
-            self._inside = False
+        is_step = module not in self._enters and all(isinstance(leaf, _HARMLESS) for leaf in leaves)
+        if any(doubles) and is_step:
+            self._inside, self._step = False, module
             try:
                 trial = self._trial(call, name, (args, kwargs), doubles, follows)
                 with state_restored(module):  # with gradients as in the call: a module may ask whether there are any
@@ -230,19 +253,26 @@ class Lockstep(GlobalReduction):
         placements = [None if double is None else double.placement for double in doubles]
         given = tuple(place for leaf, place in zip(leaves, placements, strict=True) if isinstance(leaf, Tensor))
         is_of_sharding = self._is_of_sharding
+        self.meets_in_function = self.meets_in_function or (step.meets and is_in_function_of_script())
         self.steps.append(replace(step, site=site_of_call(), given=given, is_of_sharding=is_of_sharding))
 
     def _place(self, result: Any, found: Sequence[Double | None]) -> None:
         """Keeps what two workers have in place of a result."""
         for leaf, double in zip(tensors_of(result), found, strict=False):  # what is written to has its doubles
             self._made.forget(leaf)
+            self._of_steps.forget(leaf)
             if double is None:
                 self._doubles.forget(leaf)
             else:
                 self._doubles[leaf] = double
 
     def _doubles_of(self, leaves: Sequence[Any]) -> list[Double | None]:
-        return [self._doubles.get(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        doubles = [self._doubles.get(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        for leaf, double in zip(leaves, doubles, strict=True):
+            module = self._of_steps.get(leaf) if isinstance(leaf, Tensor) and double is None else None
+            if module is not None and not self._is_of_sharding:
+                raise KeptInside(module)
+        return doubles
 
     def _following(self, name: str, leaves: Sequence[Any]) -> tuple[RowCount, ...]:
         """Returns which numbers follow the number of rows, and how."""

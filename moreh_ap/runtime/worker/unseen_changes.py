@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 
 from moreh_ap.errors import UnsupportedError
+from moreh_ap.parallelizer.rng.common_seeds import TAKEN
 from moreh_ap.parallelizer.rng.policy import current_streams
 from moreh_ap.protocol.module_attributes import Attributes
 from moreh_ap.protocol.script_code.written_files import take_written
@@ -31,9 +32,13 @@ class UnseenChanges:
         self._title, self._attributes = f"forward() of {kind.__name__}", attributes
         self.warnings: list[str] = []
         self.known: set[Hashable] = set()
+        self._seeds_anew = False
 
-    def note_files(self) -> None:
-        """Has the script warned of files that were written."""
+    def note_effects(self) -> None:
+        """Has the script warned of files that were written. Records that a forward has taken seeds: what its backward
+        draws then, nobody knows on one device either."""
+        self._seeds_anew |= bool(TAKEN)
+        TAKEN.clear()
         for file in take_written():
             self.warnings.append(
                 f"{self._title} writes {file} in every worker, each for its rows of the batch, and in trial runs "
@@ -54,7 +59,7 @@ class UnseenChanges:
         """
         self.known.add(kind)
         before = {} if self._attributes is None else self._attributes.marks()
-        streams = None if may_draw else current_streams()
+        streams = None if may_draw or self._seeds_anew else current_streams()
         yield
         if streams is not None and streams != current_streams():
             raise UnsupportedError(

@@ -18,6 +18,7 @@ from moreh_ap.integrations import transformers_worker
 from moreh_ap.parallelizer.call.execution import Execution, PastExecution
 from moreh_ap.parallelizer.call.roles import Roles, with_gradients
 from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.rng.common_seeds import TAKEN
 from moreh_ap.parallelizer.rng.policy import RandomPolicy, current_streams
 from moreh_ap.parallelizer.state.loading import full_shape, full_tensor, gathered
 from moreh_ap.parallelizer.trial.dry_run import StateBefore
@@ -134,8 +135,8 @@ class CallCommands:
             preparation.run_once.add(prepared.kind)
         preparation.kept.update(run.attributes)
         left_out = run.left_out if model.unseen is None else [*run.left_out, *model.changed_unseen()]
-        if WRITTEN:
-            model.unseen_changes.note_files()
+        if WRITTEN or TAKEN:
+            model.unseen_changes.note_effects()
         call = self._calls[command.call_id] = WorkerCall(model, run, prepared.roles, command.expected, left_out)
         call.kind = prepared.kind
         return call.reply()
@@ -191,8 +192,7 @@ class CallCommands:
         runs_later = not call.run.is_computed
         with nullcontext() if call.kind in unseen.known else unseen.looking_at_backward(call.kind, runs_later):
             call.backward(gradients, command.retain_graph, command.watched)
-        found = bytes([parameter.grad is not None for parameter in model.parameters.values()])
-        return found + call.input_gradient_flags()
+        return bytes([one.grad is not None for one in model.parameters.values()]) + call.input_gradient_flags()
 
     def _differentiate(self, command: Differentiate) -> ForwardReply | None:
         self._tables.clock.backward_begins()

@@ -100,7 +100,7 @@ class WorkerModel:
         looks_at_backward = answers_attributes and self.plan.recompute == "none"
         self.faults: list[str] = []  # tracebacks of our own errors, not sent to the script yet
         self.unseen_changes = UnseenChanges(kind, attributes if looks_at_backward else None)
-        reports = Reports(self.module, attributes if answers_attributes else None)
+        reports = Reports(self.module, attributes if answers_attributes else None, answers=answers_attributes)
         self.extensions = (*self.applied.extensions, reports) if reports.is_needed else self.applied.extensions
 
     def _give_memory(self, aliases: list[tuple[str, Tensor]]) -> None:

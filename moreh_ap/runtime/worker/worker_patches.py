@@ -5,6 +5,7 @@ from __future__ import annotations
 from moreh_ap.integrations import keras_worker, transformers_worker
 from moreh_ap.parallelizer.data import unused_parameters
 from moreh_ap.parallelizer.loss import chunked_cross_entropy, postponed_mean
+from moreh_ap.parallelizer.rng import common_seeds
 from moreh_ap.parallelizer.surroundings import dense_gradients, own_collectives, unseen_gathers
 from moreh_ap.patching import Patches
 from moreh_ap.protocol import process_flags, pytree
@@ -27,6 +28,7 @@ def install() -> Patches:
     unseen_gathers.install(patches)
     chunked_cross_entropy.install(patches)
     postponed_mean.install(patches)
+    common_seeds.install(patches)
     written_files.install(patches)
     if workers_per_gpu() > 1:
         shared_gpu.install(patches)

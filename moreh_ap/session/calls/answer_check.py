@@ -87,10 +87,10 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
         model.signatures.never_predict(key)
         if _is_refused(model, found):
             model.session.workers.fail(_unsplit(found))
-    if found.attributes:  # set in some calls only: this call did not wait for it, later calls will
+    answer, others = answered(replies)[0], [name for name in found.attributes if name not in expected.attributes]
+    if others:  # set in some calls only: this call did not wait for it, later calls will
         model.signatures.never_predict(key)
-    answer = answered(replies)[0]
-    model.untold.note((*found.attributes, *answer.left_out), answer.warnings)
+    model.untold.note((*others, *answer.left_out), answer.warnings)
     if found.draws and not expected.draws:
         model.signatures.never_predict(key)
         model.session.workers.fail(
@@ -101,7 +101,7 @@ def check_structure(model: RemoteModel, key: Any, expected: Structure, reply: Po
                 fix="torch.rand(()) in every forward, and a condition on what it gives",
             )
         )
-    if not found.promises_the_same(expected):
+    if not found.promises_the_same(expected) or not set(expected.attributes).issubset(found.attributes):
         model.signatures.never_predict(key)
         shapes = [leaf.shape for leaf in expected.leaves], [leaf.shape for leaf in found.leaves]
         model.session.workers.fail(

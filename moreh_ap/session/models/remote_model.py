@@ -34,7 +34,7 @@ from moreh_ap.protocol.messages.models import (
 )
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.model_settings import Settings
-from moreh_ap.protocol.module_attributes import full_name, namespace_of
+from moreh_ap.protocol.module_attributes import computed_by_hooks, full_name, namespace_of
 from moreh_ap.protocol.passed_state import (
     PASSED_STATE,
     add_trained,
@@ -93,7 +93,7 @@ class RemoteModel:
         self.buffers: dict[str, VirtualTensor] = dict(root.named_buffers())  # type: ignore[arg-type]
         self.holder = ModelState(session, self)
         self.gradients = self.holder.gradients = Gradients(self.holder, self.owner, self.parameters)
-        self.signatures, self.latest_call = Signatures(session.outbox, self.owner), 0  # the latest call's id
+        self.signatures, self.latest_call = Signatures(session.outbox, self.owner, computed_by_hooks(root)), 0
         self.open_graphs: weakref.WeakSet[Any] = weakref.WeakSet()  # nodes through which a backward may still go
         # Autograd enters a remote call through this leaf: a call joins no parameter to the controller's graph.
         self.anchor = torch.zeros((), requires_grad=True)
@@ -146,7 +146,7 @@ class RemoteModel:
         """Resets the model before other workers build it under another plan."""
         self._set_plan(plan)
         self._placements = None
-        self.signatures = Signatures(self.session.outbox, self.owner)
+        self.signatures = Signatures(self.session.outbox, self.owner, computed_by_hooks(self.root))
 
     def attach(self) -> None:
         """Makes the model's tensors refer to the values on the workers."""

@@ -28,6 +28,7 @@ from moreh_ap.protocol.hook_records import QuietHook, Report, ReportedHook, attr
 from moreh_ap.protocol.messages.tensors import StateRef
 from moreh_ap.protocol.module_attributes import HeldAttributes
 from moreh_ap.protocol.rng_state import host_untouched
+from moreh_ap.session.models.replayed_moments import ReplayedMoments
 from moreh_ap.session.models.signatures import Structure
 from moreh_ap.session.state_tensors import StateHolder
 
@@ -194,10 +195,12 @@ class ScriptHooks:
         ran = {number for seen in report.seen for number in seen if number < len(self._hooks)}
         are_sent = all(self._hooks[number].key in self._sent for number in ran)
         before = HeldAttributes(self._root) if ran and are_sent and self._has_answers else None
+        moments = ReplayedMoments(self._root, call.model, report.attributes)
         token = _replaying.set(True)
         try:
             for position, seen in enumerate(report.seen):
                 ((number, given),), indices = seen.items(), next(order)
+                moments.come_to(position)
                 if number < len(self._hooks):
                     if position >= done:
                         self._run(self._hooks[number], given, call.model)
@@ -206,14 +209,15 @@ class ScriptHooks:
                     self._watch(call, module, given, indices[number])
         finally:
             _replaying.reset(token)
+            moments.end()
         if before is not None and call.structure is not None:  # what the forward did after its hooks counts
-            before.put_back(but={*attributes_in(report.attributes), *call.structure.left_out})
+            before.put_back(but={*attributes_in(report.attributes, passing=False), *call.structure.left_out})
         call.model.note_replayed()
         if report.ended_by is not None:
             hook = self._hooks[next(iter(report.seen[-1]))]
             self._refuse_to_call_again(hook, report.ended_by)
             raise RunsInScriptOnly(len(report.seen), hook.key)
-        call.model.take_attributes(report.attributes)
+        call.model.take_attributes(moments.final)
         return report.result
 
     def _refuse_to_call_again(self, hook: _Hook, raised: str) -> None:

@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 import pickle
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -153,14 +153,18 @@ class Structure:
         nesting = [result] if no_hook_ran else [result, seen, ended_by]
         return nesting, self.leaves[: sum(spec.num_leaves for spec in nesting)]
 
-    def predictable(self) -> bool:
+    def predictable(self, always_set: Collection[str] = ()) -> bool:
         """Returns whether another call of the same signature must have the same structure.
 
         That is so if no leaf is a computed number and no attribute is set, since these may depend on anything, and if
         sizes do not depend on values.
+
+        Args:
+            always_set: Attributes that each forward sets.
         """
         constants = (leaf.constant for leaf in self.leaves if leaf.kind == "const")
-        return not self.attributes and not self.varies and all(constant is None for constant in constants)
+        may_be_set = not set(self.attributes).issubset(always_set)
+        return not may_be_set and not self.varies and all(constant is None for constant in constants)
 
 
 def form_of(replies: Sequence[Any]) -> list[Any] | None:
@@ -205,6 +209,7 @@ class Signatures:
     Args:
         outbox: The outbox to the workers.
         owner: The model's name on the workers.
+        always_set: Attributes that each forward of the model sets.
 
     Attributes:
         structures: The structures of calls by their keys, see `remote_call.RemoteCall.send`.
@@ -215,8 +220,8 @@ class Signatures:
         passes_more: Whether some do, or a forward has set attributes so far.
     """
 
-    def __init__(self, outbox: Outbox, owner: str) -> None:
-        self._outbox, self._owner = outbox, owner
+    def __init__(self, outbox: Outbox, owner: str, always_set: frozenset[str] = frozenset()) -> None:
+        self._outbox, self._owner, self._always_set = outbox, owner, always_set
         self.structures: dict[Any, Structure] = {}
         self.forms: dict[Any, list[Any]] = {}
         self.numbers: dict[Any, Signature] = {}
@@ -256,7 +261,7 @@ class Signatures:
             self._forget_structures()  # calls that left the attribute as None have to be looked at again
             self._attributes.update(structure.attributes)
             self.passes_more = True
-        if structure.predictable() and key not in self._unpredictable:
+        if structure.predictable(self._always_set) and key not in self._unpredictable:
             if len(self.structures) >= _MAX_STRUCTURES:
                 self._forget_structures()
             self.structures[key] = structure

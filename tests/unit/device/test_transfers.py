@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moreh_ap.device import checkpoint_tensors, transfers
-from moreh_ap.errors import LoadError
+from moreh_ap.errors import LoadError, UnsupportedError
 from moreh_ap.protocol.tensor_source import TensorSource
 
 
@@ -88,3 +88,10 @@ def test_gradients_flow_through_moves():
     there = torch.ones(3, device="cuda", requires_grad=True)
     (there.cpu() * 3).sum().backward()
     assert there.grad.is_cuda and there.grad.tolist() == [3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_does_not_move(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=layout)
+    with pytest.raises(UnsupportedError, match=r"nested tensor(.|\n)*Padded tensors(.|\n)*layout=torch.jagged"):
+        nested.to("cuda")

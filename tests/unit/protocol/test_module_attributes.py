@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moreh_ap.protocol.module_attributes import Attributes
+from moreh_ap.protocol.module_attributes import Attributes, computed_by_hooks
 
 
 class Irreps(tuple):
@@ -43,3 +43,12 @@ def test_a_buffer_is_looked_at_from_when_it_first_carries_a_graph():
     assert attributes.changed(before) == {}
     model.potential = torch.zeros(2)  # as without gradients
     assert list(attributes.changed(before)) == ["potential"]
+
+
+def test_a_weight_that_a_hook_of_pytorch_computes_is_looked_at():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), nn.Linear(2, 2))
+    model[1].kept = torch.ones(1)
+    attributes = Attributes(model)
+    before = attributes.marks()
+    model(torch.ones(1, 2))
+    assert list(attributes.changed(before)) == ["0.weight"] == sorted(computed_by_hooks(model))

@@ -37,7 +37,7 @@ def test_files_are_named():
     unseen = UnseenChanges(Net, None)
     WRITTEN.clear()  # a worker that another test made in this process notes what later tests write
     WRITTEN["/data/scores.txt"] = None
-    unseen.note_files()
+    unseen.note_effects()
     assert "forward() of Net writes /data/scores.txt in every worker" in unseen.warnings[0] and not WRITTEN
 
 
