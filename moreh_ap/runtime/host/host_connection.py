@@ -221,14 +221,10 @@ class HostConnection:
         return bytes(found)
 
     @property
-    def free_bytes(self) -> int:
-        """Memory of the host that was free when it spoke last, at most some seconds ago once it has workers."""
-        return int(self.usage.get("free_bytes", self.report.free_memory_bytes))
-
-    @property
-    def copied_bytes(self) -> int:
-        """Memory that copies of what workers hold take there, as of the same time."""
-        return int(self.usage.get("copied_bytes", 0))
+    def room_for_copies(self) -> int:
+        """Bytes that are free there for copies of what workers hold, with what these have taken, when it spoke last: at
+        most some seconds ago once it has workers."""
+        return int(self.usage.get("room_for_copies", self.report.free_memory_bytes))
 
     def lost(self) -> str | None:
         """Returns why the host cannot be used any longer, None while it can."""
