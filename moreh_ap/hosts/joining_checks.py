@@ -26,6 +26,10 @@ CONTROLLER = "controller"
 SILENT = "its agent has said nothing"
 """The beginning of what is seen of a host that ssh reaches, and whose agent does not answer in time."""
 
+ENDED = "the connection has ended"
+"""What is seen of a host where nothing says more."""
+
+_TURNED_AWAY = "it has ended the connection: that is not the token of the line it has printed, or no agent can start there"
 _SPACE, _SHOW_SPACE = "space in its folder for temporary files", "df -h ${TMPDIR:-/tmp}"
 _INSTALL = f"{sys.executable} -m pip install 'moreh-ap=={__version__}'"
 
@@ -92,6 +96,7 @@ def unreachable(host: str, reason: str, loopback: str = "") -> Row:
         seen = f"{loopback}, a loopback address: only this machine itself is reached there ({reason})"
         return _not_reached_by_others(public_name(host), seen)
     if host.startswith(BY_HAND):
+        reason = _TURNED_AWAY if reason == ENDED else reason
         return Row(public_name(host), "answer", reason, "an agent that listens", False, "moreh-ap host  # on that host")
     if host.startswith(BY_SLURM):
         fix = f"srun --overlap --nodelist={public_name(host)} true"

@@ -254,7 +254,7 @@ class HostConnection:
             raise self._lost_error("") from None
         if message is None:
             self._answers.put(None)  # for the next request
-            raise self._lost_error("the connection has ended")
+            raise self._lost_error(joining_checks.ENDED)
         return message
 
     def _lost_error(self, reason: str) -> HostLostError:
@@ -285,7 +285,7 @@ class HostConnection:
                 self._answers.put(message)
         if not self._closing.is_set() and not reason:
             reason = self._way.last_words()
-        self._lost = self._lost or reason or "the connection has ended"
+        self._lost = self._lost or reason or joining_checks.ENDED
         self._answers.put(None)
 
     def _stay_alive(self) -> None:

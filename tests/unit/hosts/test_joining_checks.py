@@ -12,6 +12,7 @@ from rich.console import Console
 from moreh_ap.hosts import host_table
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport, look
 from moreh_ap.hosts.joining_checks import (
+    ENDED,
     SILENT,
     Wanted,
     check_addresses,
@@ -173,3 +174,8 @@ def test_a_host_whose_agent_is_slow_to_answer_has_its_load_looked_at():
 def test_where_ssh_works_the_line_to_paste_is_about_what_failed_behind_it(reason, expected, command):
     row = unreachable("node2", reason)
     assert (row.ok, row.expected) == (False, expected) and command in row.fix and row.fix.startswith("ssh node2 ")
+
+
+def test_an_agent_that_ends_the_connection_has_been_shown_another_line():
+    row = unreachable(LINE, ENDED)
+    assert "not the token of the line" in row.seen and row.fix == "moreh-ap host  # on that host"
