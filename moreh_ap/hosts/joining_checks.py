@@ -29,7 +29,9 @@ SILENT = "its agent has said nothing"
 ENDED = "the connection has ended"
 """What is seen of a host where nothing says more."""
 
-_TURNED_AWAY = "it has ended the connection: that is not the token of the line it has printed, or no agent can start there"
+_TURNED_AWAY = (
+    "it has ended the connection: that is not the token of the line it has printed, or no agent can start there"
+)
 _SPACE, _SHOW_SPACE = "space in its folder for temporary files", "df -h ${TMPDIR:-/tmp}"
 _INSTALL = f"{sys.executable} -m pip install 'moreh-ap=={__version__}'"
 

@@ -310,8 +310,8 @@ def output_until(process: subprocess.Popen[str], text: str, timeout_s: float = 1
 def loopback_agents(
     folder: Path, num_hosts: int = 2, num_cores: int | None = None, first: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Has so many agents that were started by hand on this machine, each with so many of its cores, the first with other
-    variables; gives the file with their lines."""
+    """Has so many agents that were started by hand on this machine, each with so many of its cores, and the first one
+    with other variables; gives the file with their lines."""
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     command = [sys.executable, "-m", "moreh_ap.cli.main", "host", "--address", "127.0.0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

@@ -133,7 +133,10 @@ class CopyMemory:
         in_memory = f"{_share_of(free_memory())} of memory"
         need = f"two need {in_words(NUM_SLOTS * num_bytes)}"
         if self._used == DISK_SLOTS:
-            return False, f"{need}, and may take {_share_of(self.room())} of {'memory' if self._disk is None else 'disk'}"
+            return (
+                False,
+                f"{need}, and may take {_share_of(self.room())} of {'memory' if self._disk is None else 'disk'}",
+            )
         disk = disk_folder()
         if disk is None:
             return False, f"{need}, and may take {in_memory}; there is no folder for temporary files on a local disk"

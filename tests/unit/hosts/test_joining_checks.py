@@ -166,8 +166,16 @@ def test_a_host_whose_agent_is_slow_to_answer_has_its_load_looked_at():
     [
         (f"env: '{sys.executable}': No such file or directory", "the same Python at the same path", "ls -l"),
         (f"env: '{sys.executable}': Permission denied", "the same Python at the same path", "ls -l"),
-        (f"{sys.executable}: No module named moreh_ap", "this package in the same environment", "-m pip install 'moreh-ap=="),
-        ("Traceback\nOSError: [Errno 28] No space left on device: '/tmp/m'", "space in its folder for temporary files", "df"),
+        (
+            f"{sys.executable}: No module named moreh_ap",
+            "this package in the same environment",
+            "-m pip install 'moreh-ap==",
+        ),
+        (
+            "Traceback\nOSError: [Errno 28] No space left on device: '/tmp/m'",
+            "space in its folder for temporary files",
+            "df",
+        ),
         ("me@node2: Permission denied (publickey).", "ssh without a password", "ssh node2 true"),
     ],
 )

@@ -116,7 +116,10 @@ def test_a_host_makes_room_in_its_memory_or_else_on_its_disk_and_has_the_first_s
     monkeypatch.setattr(copy_memory, "free_memory", lambda: 10 << 20)
     monkeypatch.setattr(copy_memory, "disk_folder", lambda: DiskFolder(str(tmp_path), 100 << 20))
     memory = CopyMemory(num_workers=2)
-    kinds = lambda: [os.readlink(f"/proc/self/fd/{one.descriptor}").startswith("/memfd:") for one in memory.files]
+
+    def kinds() -> list[bool]:
+        return [os.readlink(f"/proc/self/fd/{one.descriptor}").startswith("/memfd:") for one in memory.files]
+
     assert memory.make_room(2 << 20) == (True, "") and all(kinds()) and memory.room() == 10 << 20
     has_room, why = memory.make_room(3 << 20)
     assert not has_room and why == "two need 6.0 MiB, and may take 40% of the 10.0 MiB that are free of memory"

@@ -76,7 +76,10 @@ def test_hosts_use_the_slots_of_before_where_one_has_no_room():
     hosts = [Connection(1000, "m"), Connection(1000, "n", is_lost=True), Connection(1000, "m"), Connection(1000, "o")]
     hosts[2].answers[0] = {"has_room": False, "why": "two need 8 bytes, and may take 1", "room_for_copies": 1}
     known = CopyMemory(4)
-    assert HostCopies(hosts, [WITH] * 4, 1, known).move_to_disk(4, 2) == (False, "on m, two need 8 bytes, and may take 1")
+    assert HostCopies(hosts, [WITH] * 4, 1, known).move_to_disk(4, 2) == (
+        False,
+        "on m, two need 8 bytes, and may take 1",
+    )
     assert [one.asked for one in hosts] == [[8, 0], [], [8, 0], [0]], "two containers of one machine need twice as much"
     assert known.on_each_host_bytes == 0
 
