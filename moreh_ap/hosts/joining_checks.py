@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moreh_ap.errors import MeshStartError
 from moreh_ap.hosts.host_list import BY_HAND, BY_KUBERNETES, BY_SLURM, LINK, LOCAL_NAMES, public_name
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport
+from moreh_ap.version import __version__
 
 MOST_CLOCK_DIFFERENCE_S = 10.0
 """A host whose clock is ahead of the controller's by more than the engine's orphan time-out, 60 s, ends its workers."""
@@ -23,6 +25,23 @@ CONTROLLER = "controller"
 
 SILENT = "its agent has said nothing"
 """The beginning of what is seen of a host that ssh reaches, and whose agent does not answer in time."""
+
+ENDED = "the connection has ended"
+"""What is seen of a host where nothing says more."""
+
+_TURNED_AWAY = (
+    "it has ended the connection: that is not the token of the line it has printed, or no agent can start there"
+)
+_SPACE, _SHOW_SPACE = "space in its folder for temporary files", "df -h ${TMPDIR:-/tmp}"
+_INSTALL = f"{sys.executable} -m pip install 'moreh-ap=={__version__}'"
+
+_HEARD_BEHIND_SSH = (
+    ("No module named", "this package in the same environment", _INSTALL),
+    (f"{sys.executable}", "the same Python at the same path", f"ls -l {sys.executable}"),
+    ("No space left on device", _SPACE, _SHOW_SPACE),
+    ("Read-only file system", _SPACE, _SHOW_SPACE),
+)
+"""Where ssh works, and the agent does not start: what is in the error, what there has to be, and what shows it."""
 
 LEAST_MEMORY_BYTES = 512 << 20
 """For each worker: what Python and PyTorch take before a model is there."""
@@ -79,6 +98,7 @@ def unreachable(host: str, reason: str, loopback: str = "") -> Row:
         seen = f"{loopback}, a loopback address: only this machine itself is reached there ({reason})"
         return _not_reached_by_others(public_name(host), seen)
     if host.startswith(BY_HAND):
+        reason = _TURNED_AWAY if reason == ENDED else reason
         return Row(public_name(host), "answer", reason, "an agent that listens", False, "moreh-ap host  # on that host")
     if host.startswith(BY_SLURM):
         fix = f"srun --overlap --nodelist={public_name(host)} true"
@@ -88,6 +108,9 @@ def unreachable(host: str, reason: str, loopback: str = "") -> Row:
         return Row(public_name(host), "answer", reason, "a pod of the job, with its agent", False, fix)
     if reason.startswith(SILENT):
         return Row(host, "answer", reason, "an answer in time", False, f"ssh {host} uptime  # then start again")
+    for heard, expected, command in _HEARD_BEHIND_SSH:
+        if heard in reason:
+            return Row(host, "answer", reason, expected, False, on_host(host, command))
     return Row(host, "answer", reason, "ssh without a password", False, f"ssh {host} true")
 
 
@@ -181,8 +204,7 @@ def reached(host: str, what: str, error: str, target: str, source: str, address:
 
 def not_taken(host: str, reason: str) -> Row:
     """Returns the row of a host that could not be sent what it lacks."""
-    fix = on_host(host, "df -h ${TMPDIR:-/tmp}")
-    return Row(public_name(host), "script's folder", reason, "space in its folder for temporary files", False, fix)
+    return Row(public_name(host), "script's folder", reason, _SPACE, False, on_host(host, _SHOW_SPACE))
 
 
 def error(rows: Sequence[Row]) -> MeshStartError | None:

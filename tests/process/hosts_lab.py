@@ -307,9 +307,11 @@ def output_until(process: subprocess.Popen[str], text: str, timeout_s: float = 1
 
 
 @contextlib.contextmanager
-def loopback_agents(folder: Path, num_hosts: int = 2, num_cores: int | None = None) -> Iterator[str]:
-    """Has so many agents that were started by hand on this machine, each with so many of its cores; gives the file with
-    their lines."""
+def loopback_agents(
+    folder: Path, num_hosts: int = 2, num_cores: int | None = None, first: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """Has so many agents that were started by hand on this machine, each with so many of its cores, and the first one
+    with other variables; gives the file with their lines."""
     cores = sorted(os.sched_getaffinity(0))[:num_cores]
     command = [sys.executable, "-m", "moreh_ap.cli.main", "host", "--address", "127.0.0.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -317,12 +319,12 @@ def loopback_agents(folder: Path, num_hosts: int = 2, num_cores: int | None = No
         subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
-            env=environment,
+            env={**environment, **(first if first and index == 0 else {})},
             text=True,
             start_new_session=True,
             preexec_fn=lambda: os.sched_setaffinity(0, cores),
         )
-        for _ in range(num_hosts)
+        for index in range(num_hosts)
     ]
     try:
         (folder / "hosts").write_text("".join(agent.stdout.readline() for agent in agents if agent.stdout))

@@ -139,6 +139,13 @@ def test_first_steps_are_compared_with_one_device_on_the_script_s_machine(by_han
         assert "differs on 2 devices and on one" in done.stderr and done.returncode == 1
 
 
+def test_a_file_that_one_host_lacks_is_named_with_the_host_although_the_others_wait_for_it(by_hand, tmp_path):
+    done = run_by_hand([os.sys.executable, SCRIPTS / "lacks_a_file.py"], by_hand, tmp_path)
+    assert done.returncode == 1 and "will never end" not in done.stderr, done.stderr
+    assert "\nFileNotFoundError: [Errno 2] No such file or directory: '/nowhere/words.txt'" in done.stderr, done.stderr
+    assert re.search(r"in worker 1 on 127\.0\.0\.1:\d+:\nTraceback", done.stderr), done.stderr
+
+
 @pytest.mark.skipif(bool(MISSING_FOR_SLURM), reason=f"needs {', '.join(MISSING_FOR_SLURM)}")
 def test_numbers_of_one_process_inside_of_a_slurm_job(lab, alone):
     plan, results = "shard=2,replicate=2", lab.shared / "slurm-results"

@@ -7,13 +7,14 @@ The same script and the same faults as in `test_recovery.py`, on two agents that
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts_lab import loopback_agents
+from hosts_lab import ROOT, loopback_agents
 from test_leaner_plan import run_out
 from user_script import UserScript
 
@@ -70,6 +71,23 @@ def survive(variables: dict[str, str], folder: Path, plan: str, *faults: str, ho
 def test_workers_that_die_on_a_host_of_sharded_training_go_on_from_the_copies_of_their_host(variables, tmp_path):
     faults = "backward", "snapshot", "two", "idle"
     assert max(survive({**variables, "SNAPSHOT_STEPS": "1"}, tmp_path, "shard=2", *faults)) <= FEW
+
+
+@pytest.mark.rotating
+def test_copies_are_on_the_disk_of_a_host_with_little_memory(variables, tmp_path):
+    """The other one keeps them in memory, and is lost in the end: all workers go on from what is on that disk."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "from moreh_ap.runtime.recovery import copy_memory\ncopy_memory.free_memory = lambda: 1000\n"
+    )
+    short = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    with loopback_agents(tmp_path, first=short) as hosts:
+        on_two = {**variables, "MOREH_HOSTS": hosts, "SNAPSHOT_STEPS": "1"}
+        faults = "backward", "snapshot", "two", "agent", "backward"
+        out = run(on_two, tmp_path, "shard=2", *faults)
+        steps = [int(found) for found in re.findall(r"Others took over: (\d+) step", out)]
+        assert len(steps) >= len(faults) and max(steps) <= FEW, out
+        (line,) = re.findall(r"^.*are on disk: (.*)$", out, re.MULTILINE)
+        assert re.match(r"on 127\.0\.0\.1:\d+, two need .* MiB, more than 40% of .* and are files in /", line), out
 
 
 @pytest.mark.rotating

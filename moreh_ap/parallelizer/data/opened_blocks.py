@@ -77,6 +77,9 @@ def noticing(module: nn.Module) -> Iterator[list[str]]:
         if opened:
             raise BlocksOpened
 
+    def leave(root: nn.Module, args: Any, output: Any) -> None:
+        under_way.clear()  # also after an error, when what was there before is put back
+
     def note_read(name: str, block: Any, state: Any) -> None:
         if under_way and state._training_state is not TrainingState.FORWARD:
             opened[name] = None
@@ -86,6 +89,7 @@ def noticing(module: nn.Module) -> Iterator[list[str]]:
         for root in fsdp_roots(module):
             active.callback(root.register_forward_pre_hook(begin).remove)  # type: ignore[attr-defined]
             active.callback(root.register_forward_hook(end).remove)  # type: ignore[attr-defined]
+            active.callback(root.register_forward_hook(leave, always_call=True).remove)  # type: ignore[attr-defined]
         for name, block in blocks_apart(module).items():
             on_read = partial(note_read, name, block, block._get_fsdp_state())
             for owner in _owners(block):

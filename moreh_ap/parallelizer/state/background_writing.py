@@ -5,11 +5,16 @@ Decides where the copy lies and how the file says that it is complete. Must not 
 [Note: what stops training]
 The copy alone: one pass over the elements that this worker writes, into memory that the system has to hand out first.
 Huge pages make that part small (a fault for 2 MiB instead of 4 KiB). The thread then uses a core that a step may want.
+
+[Note: a note on a full disk]
+A save waits for the note beside a file, also where the disk has no byte left for it: others may have filled it
+meanwhile. So the note's name is made before anything is copied, and an empty note says that there was no room for one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import pickle
@@ -25,7 +30,7 @@ _SUFFIX = ".written"
 _THREAD = "moreh-checkpoint"
 
 
-def write_in_background(path: str, boxes: Sequence[Box]) -> None:
+def write_in_background(path: str, boxes: Sequence[Box]) -> WrittenFile | None:
     """Copies boxes into host memory and returns; a thread writes them into a file, as `write_file` does.
 
     Where there is no memory for the copy, the file is written before this returns. Nothing is done
@@ -34,15 +39,23 @@ def write_in_background(path: str, boxes: Sequence[Box]) -> None:
     Args:
         path: The file. What was written is found by `what_was_written` once it is complete.
         boxes: What to write.
+
+    Returns:
+        Why nothing is written, where not even a file for the note can be made; else None.
     """
     if os.path.exists(path + _SUFFIX):
-        return
+        return None
+    try:
+        _begin_note(path)
+    except OSError as error:
+        return _not_written(path, error)
     try:
         copies = _copied(boxes)
     except (MemoryError, OSError):
         _write(path, boxes)
-        return
+        return None
     threading.Thread(target=_write, args=(path, copies), name=_THREAD).start()
+    return None
 
 
 def is_going_on() -> bool:
@@ -55,10 +68,12 @@ def what_was_written(path: str) -> tuple[bool, WrittenFile | None]:
     note = path + _SUFFIX
     try:
         with open(note, "rb") as file:
-            written = pickle.load(file)
+            said = file.read()
     except FileNotFoundError:
         return False, None
-    return True, written
+    if not said:  # see [Note: a note on a full disk]
+        return True, _not_written(path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    return True, pickle.loads(said)
 
 
 def forget_what_was_written(path: str) -> None:
@@ -72,11 +87,23 @@ def _write(path: str, boxes: Sequence[Box]) -> None:
     try:
         written = write_file(path, boxes)
     except Exception as error:  # of any class: it is raised by the save
-        written = WrittenFile(path, 0, "", (), f"{type(error).__name__}: {error}")
+        written = _not_written(path, error)
     note = path + _SUFFIX
-    with open(note + "~", "wb") as file:
-        pickle.dump(written, file)
+    try:
+        with open(note + "~", "wb") as file:
+            pickle.dump(written, file)
+    except OSError:  # see [Note: a note on a full disk]
+        _begin_note(path)
     os.replace(note + "~", note)
+
+
+def _begin_note(path: str) -> None:
+    with open(path + _SUFFIX + "~", "wb"):
+        pass
+
+
+def _not_written(path: str, error: Exception) -> WrittenFile:
+    return WrittenFile(path, 0, "", (), f"{type(error).__name__}: {error}")
 
 
 def _copied(boxes: Sequence[Box]) -> list[Box]:

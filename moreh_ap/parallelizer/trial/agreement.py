@@ -6,6 +6,7 @@ Decides which outcome counts. Must not know what was tried.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -25,19 +26,43 @@ class _Trial(Protocol):
 
 _T = TypeVar("_T", bound=_Trial)
 _P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
-def everywhere(ok: bool, call: Call) -> bool:
-    """Says whether `ok` holds on every worker. A collective."""
-    return worst(int(not ok), call) == 0
+ALONE_S = 20.0
+"""How long a worker on which a forward has raised an error waits for others: they may wait for it inside of theirs."""
+
+_POLL_S = 0.01
 
 
-def worst(number: int, call: Call) -> int:
-    """Returns the largest of the workers' numbers. A collective."""
+def everywhere(ok: bool, call: Call, error: Exception | None = None) -> bool:
+    """Says whether `ok` holds on every worker. A collective.
+
+    Args:
+        ok: What this worker says.
+        call: What was tried.
+        error: An error that this worker may be alone with, if a host lacks what a forward reads; it is raised if others
+            do not come. They never do where they wait for parts of sharded parameters that this worker has left.
+
+    Raises:
+        Exception: `error`.
+    """
+    return worst(int(not ok), call, error) == 0
+
+
+def worst(number: int, call: Call, error: Exception | None = None) -> int:
+    """Returns the largest of the workers' numbers. A collective; `error` as of `everywhere`."""
     if not is_initialized() or get_world_size() == 1:
         return number
     largest = torch.tensor(number, device=call.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    waiting = dist.all_reduce(largest, op=dist.ReduceOp.MAX, async_op=error is not None)
+    if error is not None and waiting is not None:
+        deadline_s = time.monotonic() + ALONE_S
+        while not waiting.is_completed():
+            if time.monotonic() > deadline_s:
+                raise error
+            time.sleep(_POLL_S)
+        waiting.wait()
     return int(largest.item())
 
 
@@ -54,13 +79,29 @@ def all_workers_or_none(run: Callable[Concatenate[_T, _P], Any]) -> Callable[Con
         runs_in_stages = trial.call.grad and stages_of(trial.call.module) is not None
         if not runs_in_stages and not trial.is_joined:
             return run(trial, *args, **kwargs)
-        done, failure = None, None
-        try:
-            done = run(trial, *args, **kwargs)
-        except Exception as error:  # any error, of the script's forward or of what is put around it
-            failure = error
-        if everywhere(failure is None, trial.call):
-            return done
-        raise failure or Refused("another worker could not run a few rows")
+        return together_or_not(lambda: run(trial, *args, **kwargs), trial.call)
 
     return together
+
+
+def together_or_not(run: Callable[[], _R], call: Call, *, is_alone: bool = False) -> _R:
+    """Returns what `run` does. A collective, which raises on every worker if `run` raises on one.
+
+    Args:
+        run: What to run.
+        call: What is being tried.
+        is_alone: Whether others that do not come are not waited for, as in `everywhere`.
+
+    Raises:
+        Exception: What it has raised here.
+        Refused: It has raised something elsewhere.
+    """
+    done: list[_R] = []
+    failure: Exception | None = None
+    try:
+        done.append(run())
+    except Exception as error:  # any error, of the script's forward or of what is put around it
+        failure = error
+    if everywhere(failure is None, call, failure if is_alone else None):
+        return done[0]
+    raise failure or Refused("another worker could not run a few rows")

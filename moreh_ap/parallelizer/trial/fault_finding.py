@@ -60,8 +60,12 @@ def try_out(step: Callable[[], None], again: Callable[[], None], call: Call) -> 
         step: What to try.
         again: Runs the rows that the step ran last as on one device.
         call: What is being tried.
+
+    Raises:
+        Exception: The step raised it here alone, and others have not come through.
     """
     own, reason, fault = Outcome.DONE, "", ""
+    raised: Exception | None = None
     without_fault = Outcome.FAULT  # what an error is that one device does not raise
     try:
         step()
@@ -74,10 +78,11 @@ def try_out(step: Callable[[], None], again: Callable[[], None], call: Call) -> 
         own = Outcome.REFUSED if isinstance(error, _ON_PURPOSE) else Outcome.FAULT
         without_fault = Outcome.REFUSED if _is_own_check(error) else Outcome.FAULT
         fault = "".join(traceback.format_exception(error)) if own is Outcome.FAULT else ""
+        raised = error if own is Outcome.FAULT else None
         kind = "" if isinstance(error, StageFailed) else f"{type(error).__name__}: "
         first_line = str(error).partition("\n")[0]
         reason = f"the forward of a few rows raised {kind}{first_line}"
-    if not everywhere(own is not Outcome.FAULT, call):
+    if not everywhere(own is not Outcome.FAULT, call, raised):
         raises_again = not _runs(again, call)  # on every worker: what is sharded is gathered by all at once
         if own is Outcome.FAULT:
             own = Outcome.CANNOT_RUN if raises_again else without_fault

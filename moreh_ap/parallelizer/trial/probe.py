@@ -33,7 +33,7 @@ from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, ReadNumbe
 from moreh_ap.parallelizer.row_dims.row_steps import Step
 from moreh_ap.parallelizer.state.host_activations import saved_on_host
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
-from moreh_ap.parallelizer.trial.agreement import all_workers_or_none
+from moreh_ap.parallelizer.trial.agreement import all_workers_or_none, together_or_not
 from moreh_ap.parallelizer.trial.dry_run import LeftByForward, NoDropout, PaddedAlike, Refused, may_pad, state_restored
 from moreh_ap.parallelizer.trial.row_comparison import (
     check_block_order,
@@ -140,12 +140,12 @@ class Probe:
         return args, kwargs
 
     def run_again(self) -> None:
-        """Runs the rows that ran last as on one device: without what a trial puts around a forward and its backward,
-        and with random numbers from where that run began."""
-        args, kwargs = self._arguments(self._ran)
-        call = replace(self.call, random=self._drew)
+        """Runs the rows that ran last as on one device: with random numbers from where that run began, and without what
+        a trial puts around. A collective: if one worker lacks what the forward reads, none begins a backward."""
+        (args, kwargs), call = self._arguments(self._ran), replace(self.call, random=self._drew)
         with self._from_the_same_state():
-            done = EagerForward(call, args, kwargs, reduction=OwnDevice(call.device))
+            run = partial(EagerForward, call, args, kwargs, reduction=OwnDevice(call.device))
+            done = together_or_not(run, call, is_alone=True)
             if call.grad:
                 done.accumulate([random_weight(leaf) for leaf in done.outputs])
                 take_gradients(self.call.module)

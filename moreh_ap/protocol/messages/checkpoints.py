@@ -21,8 +21,8 @@ class WriteCheckpoint:
     Its path is ``{path}{rank}.safetensors``; where a worker does not see the file `witness`, one of that name in a
     folder of its host. Answers a `WrittenFile`, None if nothing of them counts on this worker.
 
-    `in_background`: the answer, None, comes once the worker has copied its elements; `background_writing` says what it
-    has written.
+    `in_background`: the answer comes once the worker has copied its elements, None unless it could not begin;
+    `background_writing` says what it has written.
     """
 
     path: str

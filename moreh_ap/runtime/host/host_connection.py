@@ -221,14 +221,10 @@ class HostConnection:
         return bytes(found)
 
     @property
-    def free_bytes(self) -> int:
-        """Memory of the host that was free when it spoke last, at most some seconds ago once it has workers."""
-        return int(self.usage.get("free_bytes", self.report.free_memory_bytes))
-
-    @property
-    def copied_bytes(self) -> int:
-        """Memory that copies of what workers hold take there, as of the same time."""
-        return int(self.usage.get("copied_bytes", 0))
+    def room_for_copies(self) -> int:
+        """Bytes that are free there for copies of what workers hold, with what these have taken, when it spoke last: at
+        most some seconds ago once it has workers."""
+        return int(self.usage.get("room_for_copies", self.report.free_memory_bytes))
 
     def lost(self) -> str | None:
         """Returns why the host cannot be used any longer, None while it can."""
@@ -258,7 +254,7 @@ class HostConnection:
             raise self._lost_error("") from None
         if message is None:
             self._answers.put(None)  # for the next request
-            raise self._lost_error("the connection has ended")
+            raise self._lost_error(joining_checks.ENDED)
         return message
 
     def _lost_error(self, reason: str) -> HostLostError:
@@ -289,7 +285,7 @@ class HostConnection:
                 self._answers.put(message)
         if not self._closing.is_set() and not reason:
             reason = self._way.last_words()
-        self._lost = self._lost or reason or "the connection has ended"
+        self._lost = self._lost or reason or joining_checks.ENDED
         self._answers.put(None)
 
     def _stay_alive(self) -> None:

@@ -40,7 +40,7 @@ from moreh_ap.runtime.host.usage_of_hosts import UsageOfHosts
 from moreh_ap.runtime.launcher import POLL_S, Launcher, LaunchRequest, Stopping
 from moreh_ap.runtime.recovery.agents_left import AgentsLeft
 from moreh_ap.runtime.recovery.copy_memory import CopyKeeper
-from moreh_ap.runtime.recovery.host_copies import HostCopies
+from moreh_ap.runtime.recovery.host_copies import HostCopies, told_to_agents
 from moreh_ap.runtime.recovery.hosts_in_use import fewer_on, joined_by, taken_of, why_fewer_on, why_none_on
 from moreh_ap.runtime.recovery.joining_hosts import JoiningHosts
 from moreh_ap.runtime.recovery.other_devices import Joined, NoOthersError
@@ -90,7 +90,7 @@ class HostsLauncher(Launcher):
 
     @property
     def copies(self) -> CopyKeeper:
-        return HostCopies(self._connections, self._served.values(), self._per_host)
+        return HostCopies(self._connections, self._served.values(), self._per_host, self._request.copies)
 
     @property
     def watched(self) -> WatchedWorkers:
@@ -250,15 +250,14 @@ class HostsLauncher(Launcher):
 
     def _tell(self, one: HostConnection) -> None:
         """Has an agent serve, if it does not, and let workers in."""
-        first, copies = self._connections.index(one) * self._per_host, self._request.copies
+        first = self._connections.index(one) * self._per_host
         ranks = list(range(first, first + self._per_host))
         asked: dict[str, Any] = {
             "start": self._start_number,
             "ranks": ranks,
             "imports": self._early.now,
             "environment": worker_environment.of_all([self._environment(rank) for rank in ranks]),
-            "copies": 0 if copies is None else self._request.num_workers,
-            "kept": None if copies is None else copies.kept,
+            **told_to_agents(self._request.copies, self._request.num_workers),
             "alive_s": hang_watch.HANG_S / _REPORTS_PER_HANG,
         }
         with contextlib.suppress(HostLostError):  # who waits for it says so

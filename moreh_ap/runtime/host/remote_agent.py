@@ -23,6 +23,7 @@ from moreh_ap.hosts import host_files, reachability, script_files
 from moreh_ap.hosts.channel import Channel, ChannelError, Message
 from moreh_ap.hosts.credentials import Credentials
 from moreh_ap.hosts.host_report import interfaces, look
+from moreh_ap.local.memory_limit import free_memory
 from moreh_ap.runtime import engine_variables
 from moreh_ap.runtime.forking.descendants import end_descendants
 from moreh_ap.runtime.forking.warm_program import WarmProgram
@@ -116,6 +117,9 @@ class RemoteAgent:
             self._begin_again(values)
         elif kind == "forget" and self._copies is not None:
             self._copies.close()
+        elif kind == "room" and self._copies is not None:
+            has_room, why = self._copies.make_room(values["num_bytes"])
+            self._answer(kind, {"has_room": has_room, "why": why, "room_for_copies": self._copies.room()})
         elif kind == "stacks" and self._pipes is not None:
             threading.Thread(target=tell_stacks, args=(self._pipes.pids, self._tell), daemon=True).start()
         elif kind == "import" and self._warm is not None:
@@ -214,6 +218,8 @@ class RemoteAgent:
             os.chdir(values["working_folder"])
         self._memory_fd = make_host_memory()
         self._copies = CopyMemory(values["copies"]) if values["copies"] else None
+        if self._copies is not None and values["room"]:
+            self._copies.make_room(values["room"])  # where there is none, copies become too large
         os.environ.update(engine_variables.of_worker())
         self._environment = dict(os.environ)  # keys are not in it
         os.environ["HYPERACTOR_MESH_ORPHAN_TIMEOUT"] = ORPHAN_TIMEOUT
@@ -295,7 +301,7 @@ class RemoteAgent:
             time.sleep(self._alive_s)
             commands, copies, start = self._commands, self._copies, self._start
             pids = {} if self._pipes is None else self._pipes.pids
-            seen = {**usage.look(pids), "copied_bytes": 0 if copies is None else copies.num_bytes}
+            seen = {**usage.look(pids), "room_for_copies": free_memory() if copies is None else copies.room()}
             self._tell("alive", usage=seen, sights={} if commands is None else self._sights.look(pids, commands, start))
         self._end()
 

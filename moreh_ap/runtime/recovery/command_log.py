@@ -324,11 +324,13 @@ class CommandLog:
         elif self.has_copy:
             return "they have become larger than they may be"
         else:
-            files, why = keeper.move_to_disk(taken.num_bytes)
-            if not files:
+            has_room, why = keeper.move_to_disk(taken.num_bytes, taken.largest_bytes)
+            if not has_room:
                 return why
-            self.rules.copy_into(files)
-            self.rules.say(f"copies of what workers hold, by which a lost worker can be replaced, are on disk: {why}")
+            self.rules.copy_elsewhere()
+            if why:
+                which = "copies of what workers hold, by which a lost worker can be replaced,"
+                self.rules.say(f"{which} are on disk: {why}")
             self._most_copy_bytes = 0
         self._timing.failed(is_soon=True)
         return ""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from moreh_ap.protocol.messages.memory_files import MemoryFile
-
 
 class Noted(NamedTuple):
     """What has to be known of a command that is kept.
@@ -63,8 +61,8 @@ class ReplayRules(Protocol):
     def next_snapshot(self, most_bytes: int, most_s: float) -> Any:
         """Returns a command that has workers copy what they hold, if that has so many bytes and takes so long."""
 
-    def copy_into(self, files: Sequence[MemoryFile]) -> None:
-        """Has the next copies be written into these files; there is no complete one elsewhere."""
+    def copy_elsewhere(self) -> None:
+        """Has the next copies be written into slots for which there is room; there is no complete one elsewhere."""
 
     def snapshot_after_error(self, most_bytes: int) -> Any:
         """Returns a message that has workers copy what they hold, all of which have just ended in an error."""

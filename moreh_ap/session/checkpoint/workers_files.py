@@ -37,10 +37,15 @@ def written_in_background(workers: WorkerGroup, posted: Posted, path: str) -> li
     """
     waiting = set(range(workers.num_workers))
     files: list[WrittenFile | None] = []
+    answers: Sequence[WrittenFile | None] = ()
     while waiting:
         has_ended = posted.failed() or workers.is_stopped()
+        if not answers and posted.done() and not has_ended:
+            answers = posted.result()  # at once; an error of before would have had this skipped
         for rank in sorted(waiting):
             is_through, file = what_was_written(f"{path}{rank}.safetensors")
+            if not is_through and answers and answers[rank] is not None:  # it could not begin
+                is_through, file = True, answers[rank]
             if is_through:
                 files.append(file)
                 waiting.remove(rank)

@@ -20,7 +20,6 @@ from moreh_ap.protocol.messages.calls import ForwardReply
 from moreh_ap.protocol.messages.checkpoints import CheckFiles, ReadCheckpoint, WriteCheckpoint
 from moreh_ap.protocol.messages.devices import DescribeDevice, ProbeDevice, ReportMemory, ReportSteps
 from moreh_ap.protocol.messages.lasting_commands import Structure
-from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.models import BuildModel
 from moreh_ap.protocol.messages.optimizers import LoadOptimizer, StepOptimizer
 from moreh_ap.protocol.messages.snapshots import STILL_OPEN, TOO_LARGE, TOO_LONG, RestoreSnapshot, TakeSnapshot
@@ -91,9 +90,9 @@ class SessionReplayRules:
         """Returns a command that has workers copy their state, within so many bytes and seconds."""
         return self._slots.next_copy(most_bytes, most_s)
 
-    def copy_into(self, files: Sequence[MemoryFile]) -> None:
-        """Has the next copies be written into these files; there is no complete one elsewhere."""
-        self._slots.move_to(files)
+    def copy_elsewhere(self) -> None:
+        """Has the next copies be written into slots for which there is room; there is no complete one elsewhere."""
+        self._slots.move()
 
     def snapshot_after_error(self, most_bytes: int) -> Any:
         """Returns a message that has workers copy their state after an error of all, and say what it has left."""

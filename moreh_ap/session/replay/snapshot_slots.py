@@ -7,11 +7,9 @@ copy.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
-from moreh_ap.protocol.messages.memory_files import MemoryFile
 from moreh_ap.protocol.messages.snapshots import RestoreSnapshot, TakeSnapshot
-from moreh_ap.runtime.recovery.copy_memory import NUM_SLOTS
+from moreh_ap.runtime.recovery.copy_memory import DISK_SLOTS, MEMORY_SLOTS
 
 
 class SnapshotSlots:
@@ -24,11 +22,11 @@ class SnapshotSlots:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self.complete: int | None = None
-        self._slots: Sequence[int | MemoryFile] = range(NUM_SLOTS)
+        self._slots = MEMORY_SLOTS
 
-    def move_to(self, files: Sequence[MemoryFile]) -> None:
-        """Has files be the slots, of which none is complete, in place of those that workers know by number."""
-        self._slots, self.complete = files, None
+    def move(self) -> None:
+        """Has the slots be used from now on that may be on disk; none is complete."""
+        self._slots, self.complete = DISK_SLOTS, None
 
     def next_copy(self, most_bytes: int, most_s: float) -> TakeSnapshot:
         """Returns what has workers write into a slot without a complete copy.
@@ -37,10 +35,11 @@ class SnapshotSlots:
             most_bytes: Of a worker's copy.
             most_s: Seconds that it may take.
         """
-        free = next(slot for slot in range(NUM_SLOTS) if slot != self.complete)
-        return TakeSnapshot(self._slots[free], next(self._numbers), most_bytes, most_s)
+        free = next(slot for slot in self._slots if slot != self.complete)
+        return TakeSnapshot(free, next(self._numbers), most_bytes, most_s)
 
     def completed(self, copy: TakeSnapshot) -> RestoreSnapshot:
         """Returns what restores a copy that all workers have written; the one before it can be overwritten."""
-        self.complete = self._slots.index(copy.slot)
+        assert isinstance(copy.slot, int), "by `next_copy`"
+        self.complete = copy.slot
         return RestoreSnapshot(copy.slot, copy.number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from moreh_ap.hosts import host_table
 from moreh_ap.hosts.host_report import COMPARED_PACKAGES, HostReport, look
 from moreh_ap.hosts.joining_checks import (
+    ENDED,
     SILENT,
     Wanted,
     check_addresses,
@@ -157,3 +159,31 @@ def test_a_host_whose_agent_is_slow_to_answer_has_its_load_looked_at():
     row = unreachable("node2", f"{SILENT} in 10 s: the host is busy")
     assert (row.ok, row.fix) == (False, "ssh node2 uptime  # then start again")
     assert unreachable("node2", "Permission denied").fix == "ssh node2 true"
+
+
+@pytest.mark.parametrize(
+    "reason, expected, command",
+    [
+        (f"env: '{sys.executable}': No such file or directory", "the same Python at the same path", "ls -l"),
+        (f"env: '{sys.executable}': Permission denied", "the same Python at the same path", "ls -l"),
+        (
+            f"{sys.executable}: No module named moreh_ap",
+            "this package in the same environment",
+            "-m pip install 'moreh-ap==",
+        ),
+        (
+            "Traceback\nOSError: [Errno 28] No space left on device: '/tmp/m'",
+            "space in its folder for temporary files",
+            "df",
+        ),
+        ("me@node2: Permission denied (publickey).", "ssh without a password", "ssh node2 true"),
+    ],
+)
+def test_where_ssh_works_the_line_to_paste_is_about_what_failed_behind_it(reason, expected, command):
+    row = unreachable("node2", reason)
+    assert (row.ok, row.expected) == (False, expected) and command in row.fix and row.fix.startswith("ssh node2 ")
+
+
+def test_an_agent_that_ends_the_connection_has_been_shown_another_line():
+    row = unreachable(LINE, ENDED)
+    assert "not the token of the line" in row.seen and row.fix == "moreh-ap host  # on that host"

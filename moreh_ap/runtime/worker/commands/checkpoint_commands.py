@@ -34,8 +34,7 @@ class CheckpointCommands:
         boxes = boxes_of({name: self._tables.state(ref, fetch=False) for name, ref in command.tensors.items()})
         path = f"{command.path}{self._tables.rank}.safetensors"
         if command.in_background:
-            write_in_background(path, boxes)
-            return None
+            return write_in_background(path, boxes)
         return write_file(path_to_write(path, command.witness) if command.witness else path, boxes)
 
     def _check(self, command: CheckFiles) -> dict[str, str]:

@@ -84,3 +84,15 @@ def test_reads_of_this_package_open_nothing(model):
 
     model.blocks[1].register_forward_pre_hook(read, prepend=True)
     assert _noticed(model) == []
+
+
+def test_after_a_forward_that_raised_nothing_is_opened_when_its_state_is_put_back(model):
+    def fail(module: nn.Module, args: object) -> None:
+        raise FileNotFoundError("words.txt")
+
+    model.blocks[1].register_forward_pre_hook(fail)
+    with noticing(model) as opened:
+        with pytest.raises(FileNotFoundError):
+            model(torch.ones(2, 4))
+        list(model.named_parameters())
+    assert opened == []

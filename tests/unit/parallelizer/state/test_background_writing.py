@@ -93,3 +93,24 @@ def test_what_a_lost_worker_has_left_is_replaced_and_what_it_had_completed_stays
     assert load_file(path)["a[0:3]"].tolist() == [1.0, 1.0, 1.0]
     write_in_background(str(path), [Box.of("a", torch.zeros(3), torch.zeros(3).detach)])
     assert finished(path) == written and load_file(path)["a[0:3]"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_a_disk_without_room_for_a_note_is_said_by_an_empty_one(tmp_path, monkeypatch):
+    def fill(path, boxes):
+        monkeypatch.setattr(background_writing.pickle, "dump", refuse)  # others have filled the disk meanwhile
+        return
+
+    def refuse(*unused):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(background_writing, "write_file", fill)
+    tensor, path = torch.ones(3), tmp_path / "one.safetensors"
+    assert write_in_background(str(path), [Box.of("a", tensor, tensor.detach)]) is None
+    written = finished(path)
+    assert written is not None and written.failure == "OSError: [Errno 28] No space left on device"
+
+
+def test_a_folder_in_which_no_note_can_be_made_is_said_at_once(tmp_path):
+    tensor, path = torch.ones(3), tmp_path / "gone" / "one.safetensors"
+    written = write_in_background(str(path), [Box.of("a", tensor, tensor.detach)])
+    assert written is not None and "No such file or directory" in written.failure and not is_going_on()

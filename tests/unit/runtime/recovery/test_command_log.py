@@ -21,10 +21,10 @@ class Rules:
         self.dropped: list[tuple[Any, int | None]] = []
         self.num_asked = 0
         self.is_saving = False
-        self.files: list[str] = []
+        self.is_elsewhere = False
 
-    def copy_into(self, files: list[str]) -> None:
-        self.files = files
+    def copy_elsewhere(self) -> None:
+        self.is_elsewhere = True
 
     def may_copy(self) -> bool:
         return not self.is_saving
@@ -73,7 +73,7 @@ class Copies:
 
     def __init__(self, most_bytes: int = 1000) -> None:
         self.free_bytes, self.is_closed = most_bytes, False
-        self.on_disk: list[str] = []
+        self.has_disk = False
 
     def most_bytes(self) -> int:
         return self.free_bytes
@@ -81,8 +81,9 @@ class Copies:
     def fits(self, num_bytes: int) -> bool:
         return num_bytes <= 2 * self.free_bytes
 
-    def move_to_disk(self, num_bytes: int) -> tuple[list[str], str]:
-        return self.on_disk, f"two need {2 * num_bytes} bytes"
+    def move_to_disk(self, num_bytes: int, largest_bytes: int) -> tuple[bool, str]:
+        assert num_bytes >= largest_bytes
+        return self.has_disk, f"two need {2 * num_bytes} bytes"
 
     def close(self) -> None:
         self.is_closed = True
@@ -240,18 +241,18 @@ def test_where_there_is_no_memory_for_copies_that_is_said_once(every_third):
     assert line == f"{needed}: {instead}. Save checkpoints: MOREH_AUTOSAVE=folder does it by itself"
 
 
-@pytest.mark.parametrize("num_bytes, files", [(1500, []), (3000, ["a", "b"])])
-def test_copies_that_are_larger_than_a_share_fit_together_or_are_on_disk(every_third, num_bytes, files):
+@pytest.mark.parametrize("num_bytes, is_elsewhere", [(1500, False), (3000, True)])
+def test_copies_that_are_larger_than_a_share_fit_together_or_are_on_disk(every_third, num_bytes, is_elsewhere):
     log = every_third
-    log.copies().on_disk = ["a", "b"]
+    log.copies().has_disk = True
     for number in (1, 2, 3):
         log.add(sent(number, steps=1))
     log.add(with_snapshot(4))
     log.answered(with_snapshot(4), Taken("too large", is_too_large=True, num_bytes=num_bytes, largest_bytes=1400), None)
     log.add(sent(5, steps=1))
-    assert log.wanted == "snapshot 2" and log.rules.files == files
-    assert log.rules.most_bytes == (1000 if files else 1400), "on disk there is another share"
-    assert len(log.rules.said) == bool(files)
+    assert log.wanted == "snapshot 2" and log.rules.is_elsewhere == is_elsewhere
+    assert log.rules.most_bytes == (1000 if is_elsewhere else 1400), "on disk there is another share"
+    assert len(log.rules.said) == is_elsewhere
     log.add(with_snapshot(6))
     log.answered(with_snapshot(6), Taken(""), None)
     assert log.has_copy

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moreh_ap.protocol.messages.memory_files import MemoryFile
+from moreh_ap.runtime.recovery.copy_memory import DISK_SLOTS
 from moreh_ap.session.replay.snapshot_slots import SnapshotSlots
 
 
@@ -19,12 +19,10 @@ def test_the_slot_with_the_last_complete_copy_is_not_written():
     assert slots.next_copy(40, 9.0).slot == again.slot
 
 
-def test_files_are_slots_in_place_of_numbers():
+def test_other_slots_are_used_where_the_first_have_no_room():
     slots = SnapshotSlots()
-    slots.next_copy(40, 9.0)
-    files = MemoryFile(1, 2, "a"), MemoryFile(1, 3, "b")
-    slots.move_to(files)
-    first = slots.next_copy(40, 9.0)
-    assert first.slot == files[0] and slots.completed(first).slot == files[0] and slots.complete == 0
-    second = slots.next_copy(40, 9.0)
-    assert second.slot == files[1] and slots.completed(second).slot == files[1] and slots.complete == 1
+    assert slots.next_copy(40, 9.0).slot not in DISK_SLOTS
+    slots.move()
+    for number in (*DISK_SLOTS, *DISK_SLOTS):
+        copy = slots.next_copy(40, 9.0)
+        assert copy.slot == number and slots.completed(copy).slot == slots.complete == number
