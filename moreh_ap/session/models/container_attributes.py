@@ -88,12 +88,17 @@ class SettingsObjects:
 
     Attributes:
         known: The objects, by `id`.
+        has_some_of_script: Whether one is the script's.
+        of_libraries: The attributes of the others, and as `were_of_libraries` those that the workers have.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._names: frozenset[str] | None = None
         self.known: dict[int, _Object] = {}
+        self.has_some_of_script = False
+        self.of_libraries: list[dict[str, Any]] = []
+        self.were_of_libraries: list[dict[str, Any]] = []
         for module in root.modules():
             for name, value in vars(module).items():
                 self.note(name, value)
@@ -106,17 +111,20 @@ class SettingsObjects:
             return
         self._names = self._names or frozenset(_names_in_forwards(self._root))
         known = self.known[id(value)] = _Object(value, self._present(value), name, within)
+        self._sort()
         for key, inner in known.contents.items():
             if id(inner) not in self.known:
                 self.note(key, inner, known)
 
     def take_changes(self) -> list[tuple[str, str, Any]]:
         """Returns a module's path, the dotted name and the value of attributes that changed since the last call."""
-        changes: list[tuple[str, str, Any]] = []
-        for known in list(self.known.values()):
-            if not known.is_of_library or vars(known.value) != known.contents:  # the latter takes no call of ours
-                changes += self._changes(known)
-        return changes
+        return [change for known in list(self.known.values()) for change in self._changes(known)]
+
+    def _sort(self) -> None:
+        of_libraries = [one for one in self.known.values() if one.is_of_library]
+        self.has_some_of_script = len(of_libraries) < len(self.known)
+        self.of_libraries = [vars(one.value) for one in of_libraries]
+        self.were_of_libraries = [one.contents for one in of_libraries]
 
     def _changes(self, known: _Object) -> list[tuple[str, str, Any]]:
         was, present = known.contents, self._present(known.value)
@@ -130,6 +138,7 @@ class SettingsObjects:
         values = {key: vars(known.value)[key] for key in sorted(changed)}
         for key, value in values.items():
             self.note(key, value, known)
+        self._sort()
         return [(path, f"{name}.{key}", value) for key, value in values.items() for path, name in places]
 
     def _places(self, known: _Object) -> list[tuple[str, str]]:
@@ -151,21 +160,6 @@ class SettingsObjects:
             return dict(attributes)
         assert self._names is not None, "set once there is an object"
         return {key: _copy(attributes[key]) for key in attributes.keys() & self._names}
-
-    def _is_there(self, known: _Object) -> bool:
-        """Returns whether a module has an object, and has it found where one does; else it is known no more."""
-        value: Any = self._root.get_submodule(known.path)
-        for step in known.name.split("."):
-            value = vars(value).get(step) if hasattr(value, "__dict__") else None
-        if value is known.value:
-            return True
-        for path, module in self._root.named_modules():
-            for name, value in vars(module).items():
-                if value is known.value:
-                    known.path, known.name = path, name
-                    return True
-        del self.known[id(known.value)]
-        return False
 
 
 class _Object:

@@ -234,8 +234,9 @@ class RemoteModel:
 
     def send_changes(self) -> bytes | None:
         """Posts the changes since the last call; returns the training flags, if they changed, for the call itself."""
-        if self._settings_objects.known:
-            self._changes += self._settings_objects.take_changes()
+        objects = self._settings_objects
+        if objects.has_some_of_script or any(map(operator.ne, objects.of_libraries, objects.were_of_libraries)):
+            self._changes += objects.take_changes()
         if self._containers.known:
             for path, name, value in self._containers.take_changes():
                 if not self.is_passed_on(full_name(path, name), value):
