@@ -98,7 +98,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Tensors of this process that are on the accelerator have a class of their own, and PyTorch's own operations.",
-        ("torch._C._current_graph_task_id", "device"),
+        ("torch._C._current_graph_task_id", "device parallelizer/data"),
         ("torch._C._disabled_torch_dispatch_impl", "device"),
         ("torch._C._disabled_torch_function_impl", "device"),
     ),

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -60,7 +61,9 @@ def joining_opened(trial: Callable[Concatenate[Call, _P], _T]) -> Callable[Conca
 
 @contextmanager
 def noticing(module: nn.Module) -> Iterator[list[str]]:
-    """Gives the names of the blocks that forwards inside have opened; a forward that opens some raises at its end.
+    """Gives the names of the blocks that forwards inside have opened, or their backwards (those of reversible layers).
+
+    A forward that opens some raises at its end.
 
     Raises:
         BlocksOpened: A forward has run through, and blocks were opened.
@@ -81,7 +84,8 @@ def noticing(module: nn.Module) -> Iterator[list[str]]:
         under_way.clear()  # also after an error, when what was there before is put back
 
     def note_read(name: str, block: Any, state: Any) -> None:
-        if under_way and state._training_state is not TrainingState.FORWARD:
+        is_in_backward = torch._C._current_graph_task_id() != -1 and state._training_state is TrainingState.IDLE
+        if is_in_backward or (under_way and state._training_state is not TrainingState.FORWARD):
             opened[name] = None
             block.unshard()
 
