@@ -329,6 +329,18 @@ def test_what_would_be_lost_is_refused():
     with pytest.raises(UnsupportedError, match="in place"):
         model(x)
     in_place.remove()
+    here = os.getpid()
+
+    def scale(module, args, output):
+        if os.getpid() != here:
+            raise RuntimeError("the scale is in the script's process")
+        return output * 2
+
+    model.first.eval()
+    scaling = model.first.register_forward_hook(scale)
+    with pytest.raises(UnsupportedError, match="returns a value and raises RuntimeError: the scale"):
+        model(x)
+    scaling.remove()
     legacy = model.first.register_backward_hook(lambda module, grad_input, grad_output: None)
     with pytest.raises(UnsupportedError, match="register_full_backward_hook"):
         model(x)

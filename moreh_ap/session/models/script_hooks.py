@@ -196,14 +196,14 @@ class ScriptHooks:
         are_sent = all(self._hooks[number].key in self._sent for number in ran)
         before = HeldAttributes(self._root) if ran and are_sent and self._has_answers else None
         moments = ReplayedMoments(self._root, call.model, report.attributes)
-        token = _replaying.set(True)
+        token, has_returned = _replaying.set(True), False
         try:
             for position, seen in enumerate(report.seen):
                 ((number, given),), indices = seen.items(), next(order)
                 moments.come_to(position)
                 if number < len(self._hooks):
                     if position >= done:
-                        self._run(self._hooks[number], given, call.model)
+                        has_returned = self._run(self._hooks[number], given, call.model)
                 else:
                     module = self._differentiated[number - len(self._hooks)]
                     self._watch(call, module, given, indices[number])
@@ -215,6 +215,8 @@ class ScriptHooks:
         call.model.note_replayed()
         if report.ended_by is not None:
             hook = self._hooks[next(iter(report.seen[-1]))]
+            if has_returned:
+                raise _refused(hook, f"returns a value and raises {report.ended_by} in workers.")
             self._refuse_to_call_again(hook, report.ended_by)
             raise RunsInScriptOnly(len(report.seen), hook.key)
         call.model.take_attributes(moments.final)
@@ -231,7 +233,8 @@ class ScriptHooks:
                     fix="model.eval(); model(batch); model.train()  # once, after the hook is registered",
                 )
 
-    def _run(self, hook: _Hook, given: tuple[Any, ...], model: HookedModel) -> None:
+    def _run(self, hook: _Hook, given: tuple[Any, ...], model: HookedModel) -> bool:
+        """Runs a hook as the script put it on a module; returns whether it returned a value."""
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         is_sent, buffers = hook.key in self._sent, hook.module._buffers
@@ -261,13 +264,11 @@ class ScriptHooks:
                 is_parameter = is_new and isinstance(one, nn.Parameter) and buffers.get(name) is not None
                 buffers[name] = _on_workers(model, hook.module, name) if is_parameter else one
         changed = versions != [tensor._version for tensor in tensors]
-        if changed or (returned is not None and not is_sent):
-            raise UnsupportedError(
-                f"{_name(hook.run)}, a hook on a {type(hook.module).__name__}, "
-                + ("changes its tensors in place." if changed else "returns a value and cannot run in workers."),
-                allowed="Hooks that return the changed tensor, can be pickled, and need nothing of this process.",
-                fix="return output * 2  # instead of output.mul_(2)",
-            )
+        if changed:
+            raise _refused(hook, "changes its tensors in place.")
+        if returned is not None and not is_sent:
+            raise _refused(hook, "returns a value and cannot run in workers.")
+        return returned is not None
 
     def _watch(self, call: HookedCall, module: nn.Module, given: tuple[Any, ...], indices: tuple[Any, ...]) -> None:
         """Runs the backward hooks of `module` with the gradients of its inputs and outputs in this call."""
@@ -287,6 +288,14 @@ class ScriptHooks:
                     hook(module, grad_inputs, grad_outputs)
 
         call.watch([index for index in wanted if index is not None], run)
+
+
+def _refused(hook: _Hook, does: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{_name(hook.run)}, a hook on a {type(hook.module).__name__}, {does}",
+        allowed="Hooks that return the changed tensor, can be pickled, and need nothing of this process.",
+        fix="return output * 2  # instead of output.mul_(2)",
+    )
 
 
 def _may_be_written_into(buffer: Tensor | None) -> TypeGuard[Tensor]:
