@@ -1,8 +1,8 @@
 """Lists, dicts, sets and objects of settings among the attributes of a model's modules, which scripts change in place.
 
 Decides which of them have changed since the workers got them: setting an attribute is seen at once, ``.append`` is not,
-nor is ``model.args.gain = 2``. Only containers of plain values and tensors are compared; another tensor object is a
-change, new values in it are not. Must not know workers or messages.
+nor is ``model.args.gain = 2``. Only containers of plain values, tensors, small NumPy arrays and objects of settings are
+compared; another tensor object is a change, new values in it are not. Must not know workers or messages.
 
 [Note: objects of settings]
 Several modules share such an object (``self.args = args``), and on the workers they share its copy. So an attribute of
@@ -19,6 +19,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -30,6 +31,8 @@ from moreh_ap.protocol.script_code.value_forms import is_of_script, is_record
 _KINDS = (list, dict, set, OrderedDict, defaultdict)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _ITEMS = (*_PLAIN, torch.Tensor)
+_MOST_ARRAY_BYTES = 64 * 1024  # of an array that is compared at every call
+_MOST_DEPTH = 6  # of containers and objects in each other
 
 
 class Containers:
@@ -50,7 +53,8 @@ class Containers:
 
     def note(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Records that the workers have, or are about to get, the present contents of `value`."""
-        is_one = type(value) in _KINDS or (isinstance(value, dict) and is_of_script(type(module).__module__))
+        is_of_model = isinstance(value, (dict, np.ndarray)) and is_of_script(type(module).__module__)
+        is_one = type(value) in _KINDS or is_of_model
         if name not in OF_EVERY_MODULE and is_one and not _is_private(module, name) and _is_plain(value):
             self.known[path, name] = vars(module), _copy(value)
         else:
@@ -72,7 +76,7 @@ class Containers:
             value = attributes.get(key[1])
             if _same(value, known):
                 continue
-            if isinstance(value, (list, dict, set)) and _is_plain(value):
+            if isinstance(value, (list, dict, set, np.ndarray)) and _is_plain(value):
                 changes.append((*key, value))
                 self.known[key] = attributes, _copy(value)
             else:
@@ -159,7 +163,10 @@ class SettingsObjects:
         if _is_of_library(value):  # its code reads what it likes
             return dict(attributes)
         assert self._names is not None, "set once there is an object"
-        return {key: _copy(attributes[key]) for key in attributes.keys() & self._names}
+        found = {key: attributes[key] for key in attributes.keys() & self._names}
+        return {
+            key: one if is_record(one) else _copy(one) for key, one in found.items()
+        }  # those are known by themselves
 
 
 class _Object:
@@ -224,12 +231,20 @@ def _copy(value: Any) -> Any:
         return type(value)(map(_copy, value))
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
+    if not isinstance(value, _ITEMS) and is_record(value):
+        return _Attributes(_copy(vars(value)))
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.nbytes <= _MOST_ARRAY_BYTES else value
     return value.copy() if isinstance(value, set) else value
 
 
 def _same(value: Any, known: Any) -> bool:
     if value is known:
         return True
+    if isinstance(known, _Attributes):
+        return is_record(value) and _same(vars(value), dict(known))
+    if isinstance(value, np.ndarray) and isinstance(known, np.ndarray):
+        return (value.dtype, value.shape) == (known.dtype, known.shape) and value.tobytes() == known.tobytes()
     if isinstance(value, dict) and isinstance(known, dict):
         return value.keys() == known.keys() and all(_same(value[key], known[key]) for key in known)
     if type(value) is not type(known) or isinstance(value, torch.Tensor):
@@ -242,9 +257,19 @@ def _same(value: Any, known: Any) -> bool:
         return False
 
 
-def _is_plain(value: Any) -> bool:
+class _Attributes(dict[str, Any]):
+    """The attributes of an object of settings in a container."""
+
+
+def _is_plain(value: Any, depth: int = _MOST_DEPTH) -> bool:
+    if isinstance(value, _ITEMS):
+        return True
+    if isinstance(value, np.ndarray):
+        return value.dtype != object and value.nbytes <= _MOST_ARRAY_BYTES
+    if depth == 0:
+        return False
     if type(value) in (list, tuple, set, frozenset):
-        return all(map(_is_plain, value))
+        return all(_is_plain(item, depth - 1) for item in value)
     if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    return isinstance(value, _ITEMS)
+        return all(_is_plain(key) and _is_plain(item, depth - 1) for key, item in value.items())
+    return is_record(value) and _is_plain(vars(value), depth - 1)

@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -139,3 +140,16 @@ def test_another_forward_may_read_other_attributes():
     known.take_changes()
     args.late = 2.0
     assert known.take_changes() == [("", "args.late", 2.0)]
+
+
+def test_small_arrays_and_objects_in_containers_are_compared():
+    layer = Layer()
+    layer.weights, layer.parts = np.ones(3, dtype=np.float32), [Part(), Part()]
+    layer.large, layer.ring = np.ones(100_000), [Part()]
+    layer.ring[0].gain = layer.ring  # which has itself inside
+    known = Containers({"layer": layer})
+    assert ("layer", "large") not in known.known and ("layer", "ring") not in known.known
+    layer.weights[0], layer.parts[1].gain = 2.0, 3.0
+    found = known.take_changes()
+    assert {name for _, name, _ in found} == {"weights", "parts"}
+    assert known.take_changes() == []
