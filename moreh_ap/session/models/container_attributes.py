@@ -164,9 +164,8 @@ class SettingsObjects:
             return dict(attributes)
         assert self._names is not None, "set once there is an object"
         found = {key: attributes[key] for key in attributes.keys() & self._names}
-        return {
-            key: one if is_record(one) else _copy(one) for key, one in found.items()
-        }  # those are known by themselves
+        # Objects in an object are known by themselves; of what is not plain, only whether it is another one.
+        return {key: one if is_record(one) or not _is_plain(one) else _copy(one) for key, one in found.items()}
 
 
 class _Object:
@@ -227,7 +226,7 @@ def _is_private(module: nn.Module, name: str) -> bool:
 
 def _copy(value: Any) -> Any:
     """Returns copies of the containers with the same items."""
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):  # no named one, whose class takes its items one by one
         return type(value)(map(_copy, value))
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}

@@ -153,3 +153,16 @@ def test_small_arrays_and_objects_in_containers_are_compared():
     found = known.take_changes()
     assert {name for _, name, _ in found} == {"weights", "parts"}
     assert known.take_changes() == []
+
+
+def test_what_cannot_be_copied_is_compared_as_an_object():
+    size = collections.namedtuple("size", "width height")
+    ring = []
+    ring.append(ring)
+    args = argparse.Namespace(scale=size(1, 2), late=torch.Size([3]), bias=ring)
+    layer = Configured(args, Config(Part()))
+    layer.forward = lambda x: x * args.late[0] + args.scale.width + len(args.bias)
+    known = SettingsObjects(layer)
+    assert known.take_changes() == []
+    args.scale = size(3, 4)
+    assert known.take_changes() == [("", "args.scale", size(3, 4))]
