@@ -26,7 +26,16 @@ from moreh_ap.planner.cost.coefficients import Coefficients
 from moreh_ap.planner.cost.hardware import Cluster
 from moreh_ap.planner.cost.measured_collectives import MeasuredCollective, nearest
 
-__all__ = ["Group", "gather_s", "group_of", "message_s", "queued_gathers_s", "queued_sums_s", "tensor_sum_s"]
+__all__ = [
+    "Group",
+    "PipelineMessages",
+    "gather_s",
+    "group_of",
+    "pipeline_messages",
+    "queued_gathers_s",
+    "queued_sums_s",
+    "tensor_sum_s",
+]
 
 INTERRUPTED = 0.5
 """Part of the latency that an exchange pays which cannot follow another at once."""
@@ -130,23 +139,52 @@ def queued_sums_s(num_bytes: float, pieces: float, group: Group) -> float:
     return group.start_s + pieces * group.queued_sum_s + moved / group.bytes_per_s
 
 
-def message_s(num_bytes: float, distance: int, cluster: Cluster, coefficients: Coefficients, members: int = 2) -> float:
-    """Returns how long a message to the device `distance` further takes, while all devices of a node send one.
+@dataclass(frozen=True)
+class PipelineMessages:
+    """Seconds of one micro-batch's message over each boundary between neighbours of a pipeline.
+
+    Attributes:
+        inside: Boundaries whose sender and receiver are in one node.
+        inside_s: What a message over one of them takes.
+        across: Boundaries between nodes.
+        across_s: What a message over one of them takes.
+    """
+
+    inside: int
+    inside_s: float
+    across: int
+    across_s: float
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of a message over the slowest boundary, which sets the pace."""
+        return max(self.inside_s if self.inside else 0.0, self.across_s if self.across else 0.0)
+
+
+def pipeline_messages(
+    num_bytes: float, distance: int, cluster: Cluster, coefficients: Coefficients, members: int
+) -> PipelineMessages:
+    """Returns what a message takes over the boundaries of a pipeline, while all of its devices send one.
+
+    A pipeline whose neighbours are close can still reach over several nodes. Then some of its boundaries are between
+    nodes. A device that sends over one has its part of the node's link.
 
     Args:
-        num_bytes: Its bytes.
-        distance: How far it goes.
+        num_bytes: Bytes of a message.
+        distance: How far neighbours are apart.
         cluster: The devices.
         coefficients: Constants of networks.
         members: Devices of the pipeline.
     """
-    per_node = cluster.devices_per_node
-    if distance < per_node:
-        measured = nearest(cluster.intra.measured, "message", members)
-        if measured is not None:
-            return measured.takes_s(num_bytes)
-        return coefficients.message_s + cluster.intra.latency_s + num_bytes / cluster.intra.bytes_per_s
-    measured = nearest(cluster.inter.measured, "message", members)
-    if measured is not None:
-        return measured.takes_s(num_bytes)
-    return coefficients.message_s + num_bytes / (cluster.inter.bytes_per_s / per_node)
+    per_node, intra, inter = cluster.devices_per_node, cluster.intra, cluster.inter
+    nodes = -(-members * distance // per_node)
+    across = min(nodes, members) - 1 if nodes > 1 else 0
+    near, far = nearest(intra.measured, "message", members), nearest(inter.measured, "message", members)
+    inside_s = coefficients.message_s + intra.latency_s + num_bytes / intra.bytes_per_s
+    across_s = coefficients.message_s + num_bytes / (inter.bytes_per_s / per_node)
+    return PipelineMessages(
+        members - 1 - across,
+        inside_s if near is None else near.takes_s(num_bytes),
+        across,
+        across_s if far is None else far.takes_s(num_bytes),
+    )

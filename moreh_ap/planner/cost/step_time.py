@@ -12,7 +12,8 @@ Large-Scale Language Model Training on GPU Clusters", 2021, section 3.
 [Note: shared processors]
 Where several devices share what computes, as CPU workers share cores, all seconds are those of a device while all the
 others compute too. One that waits leaves its part to the others, so that filling and draining a pipeline takes the
-fewer seconds the more devices share; and what starts operations is what computes, so that neither hides the other.
+fewer seconds the more devices share, but for messages between nodes, for which all wait. What starts operations is
+what computes, so that neither hides the other.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from moreh_ap.errors import PlanError
 from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS, Coefficients
-from moreh_ap.planner.cost.collectives import group_of, message_s, tensor_sum_s
+from moreh_ap.planner.cost.collectives import group_of, pipeline_messages, tensor_sum_s
 from moreh_ap.planner.cost.compute_time import LayerTime, layer_time
 from moreh_ap.planner.cost.data_parallel_time import data_s, optimizer_s
 from moreh_ap.planner.cost.hardware import Cluster
@@ -207,14 +208,17 @@ def _pipeline(
     if plan.pipeline == 1:
         return _Pipeline()
     sent = _boundary_bytes(profile, plan, rows) / (plan.tensor if plan.sequence_parallel else 1)
-    once_s = message_s(sent, plan.tensor * plan.data_parallel, cluster, coefficients, plan.pipeline)
+    messages = pipeline_messages(sent, plan.tensor * plan.data_parallel, cluster, coefficients, plan.pipeline)
     bubble_s = others_s / plan.stages_per_device * (0.4 if plan.schedule == "zero_bubble" else 1.0)
-    bubble_s += 2.0 * (plan.pipeline - 1) * once_s
+    bubble_s += 2.0 * messages.inside * messages.inside_s
+    across_s = 2.0 * messages.across * messages.across_s
     sharing = cluster.device.sharing
     if sharing > 1.0:  # see [Note: shared processors]
         busy_s = plan.micro_batches * slowest_s
-        bubble_s = max(0.0, (busy_s + bubble_s) / sharing - busy_s)
-    steady_s = 2.0 * plan.micro_batches * plan.stages_per_device * once_s
+        bubble_s = max(0.0, (busy_s + bubble_s) / sharing + across_s - busy_s)
+    else:
+        bubble_s += across_s
+    steady_s = 2.0 * plan.micro_batches * plan.stages_per_device * messages.slowest_s
     sending_s = steady_s * (1.0 - system.hides_pipeline)
     return _Pipeline(sending_s, steady_s - sending_s, bubble_s)
 

@@ -6,11 +6,19 @@ from dataclasses import replace
 
 import pytest
 
+from moreh_ap.plan import Plan
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
-from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s
+from moreh_ap.planner.cost.collectives import (
+    PipelineMessages,
+    group_of,
+    pipeline_messages,
+    queued_gathers_s,
+    queued_sums_s,
+)
 from moreh_ap.planner.cost.hardware import Cluster, Link
 from moreh_ap.planner.cost.measured_collectives import MeasuredCollective, nearest, rate_at
-from unit.planner.cost.samples import DEVICE, RING, TINY, step
+from moreh_ap.planner.cost.step_time import estimate_step
+from unit.planner.cost.samples import DEVICE, RING, SYSTEM, TINY, step
 
 POINTS = ((1e3, 1e-3), (1e6, 2e-3))
 
@@ -53,7 +61,7 @@ def test_measured_kinds_take_what_they_took_and_pieces_add_up():
     assert queued_sums_s(1e6, 2, group) == 6.0
     assert queued_gathers_s(1e6, 3, group) == 15.0
     assert queued_gathers_s(1e6, 1, group, "scatter") == 7.0
-    assert message_s(1e6, 1, cluster, COEFFICIENTS, 4) == 11.0
+    assert pipeline_messages(1e6, 1, cluster, COEFFICIENTS, 4) == PipelineMessages(3, 11.0, 0, 11.0)
     plain = Cluster(DEVICE, 4, 4, RING, RING)
     assert queued_gathers_s(1e6, 3, group_of(4, 1, plain), "scatter") == queued_gathers_s(1e6, 3, group_of(4, 1, plain))
 
@@ -85,3 +93,15 @@ def test_workers_that_wait_leave_their_cores_to_the_others():
     four = step("pipeline=4,micro_batches=1,schedule=gpipe", device=replace(DEVICE, sharing=4.0))
     assert four.bubble_s < 0.05 * one_at_a_time.bubble_s, "one core for all: nothing waits"
     assert step("replicate=4", device=replace(DEVICE, sharing=2.0)) == step("replicate=4")
+
+
+def test_a_pipeline_over_two_hosts_waits_for_messages_between_them():
+    def total_s(slow, plan, device=DEVICE):
+        cluster = Cluster(device, 4, 2, link(message=1e-6), link(message=slow))
+        return estimate_step(TINY, Plan.parse(plan), 16, cluster, SYSTEM).total_s
+
+    plan = "pipeline=4,micro_batches=4"
+    for device in (DEVICE, replace(DEVICE, sharing=4.0)):
+        waits_s = total_s(1.0, plan, device) - total_s(1e-6, plan, device)
+        assert 9.5 < waits_s <= 10.0, "2 for each of 4 micro-batches and 2 to fill it, of which sharing hides a part"
+    assert total_s(1.0, "pipeline=2,micro_batches=4") == total_s(1e-6, "pipeline=2,micro_batches=4"), "one host"

@@ -12,7 +12,7 @@ from moreh_ap.errors import PlanError
 from moreh_ap.hosts.reachability import Speed
 from moreh_ap.local.cache_files import FOLDER_VARIABLE
 from moreh_ap.plan import Plan
-from moreh_ap.planner.cost.collectives import group_of, message_s, queued_gathers_s, queued_sums_s, tensor_sum_s
+from moreh_ap.planner.cost.collectives import group_of, pipeline_messages, queued_gathers_s, queued_sums_s, tensor_sum_s
 from moreh_ap.planner.cost.hardware import Link
 from moreh_ap.planner.cost.step_time import estimate_step
 from moreh_ap.planner.cost.training_systems import MOREH_AP, MOREH_AP_ON_CPU
@@ -74,7 +74,7 @@ def test_an_exchange_takes_the_clock_s_time_or_where_cores_are_shared_the_proces
     assert queued_sums_s(1e6, 1, all_four) == pytest.approx(2 * 5.8e-4)
     assert queued_gathers_s(2e6, 2, pair) == pytest.approx(2 * 2 * 1.1e-3)
     assert queued_gathers_s(1e6, 1, pair, "scatter") == pytest.approx(3 * 1.1e-3)
-    assert message_s(1e6, 1, two.cluster, two.coefficients) == pytest.approx(4 * 1.1e-3)
+    assert pipeline_messages(1e6, 1, two.cluster, two.coefficients, 2).slowest_s == pytest.approx(4 * 1.1e-3)
     assert tensor_sum_s(1e6, False, pair) == pytest.approx(5 * 1.1e-3 / 2)
     assert tensor_sum_s(1e6, True, pair) == pytest.approx(6 * 1.1e-3 / 2)
 
@@ -140,8 +140,12 @@ def test_links_between_hosts_are_told_apart_from_those_inside():
     assert queued_sums_s(1e6, 1, across) == pytest.approx(100 * 1.1e-3)
     assert queued_sums_s(1e6, 1, everybody) == pytest.approx(100 * 1.1e-3)
     constants = machine_from(info, "fp32", 4, of_hosts(), per_host=2).coefficients
-    assert message_s(1e6, 2, cluster, constants) == pytest.approx(100 * 4 * 1.1e-3)
-    assert message_s(1e6, 1, cluster, constants) == pytest.approx(4 * 1.1e-3)
+    neighbours, hosts, all_four = (
+        pipeline_messages(1e6, distance, cluster, constants, members) for distance, members in ((1, 2), (2, 2), (1, 4))
+    )
+    assert neighbours.slowest_s == pytest.approx(4 * 1.1e-3)
+    assert hosts.slowest_s == all_four.slowest_s == pytest.approx(100 * 4 * 1.1e-3)
+    assert (all_four.inside, all_four.across) == (2, 1), "one of three boundaries is between the hosts"
     assert tensor_sum_s(1e6, False, everybody) == pytest.approx(100 * 5 * 1.1e-3 / 2)
     assert cluster.inter.bytes_per_s < cluster.intra.bytes_per_s / 10
     alone = machine_from(CPU, "fp32", 2, replace(of_hosts(), exchanges=()), per_host=1).cluster
