@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moreh_ap.planner.cost.collectives import gather_s, group_of, pipeline_messages, queued_sums_s
 from moreh_ap.planner.cost.coefficients import COEFFICIENTS
+from moreh_ap.planner.cost.collectives import gather_s, group_of, pipeline_messages, queued_sums_s
 from moreh_ap.planner.cost.hardware import find_cluster
 
 CLUSTER = find_cluster("64xH100")
