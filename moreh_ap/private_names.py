@@ -57,6 +57,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Makes a tensor of our class with shape and strides but no memory.",
         ("torch.Tensor._make_wrapper_subclass", "device parallelizer/tensor"),
     ),
+    *_names(
+        "Has an RNN list its weights anew after a functional call.",
+        ("torch.nn.RNNBase._update_flat_weights", "session"),
+    ),
     *_names("Makes a parameter of a library's class.", ("torch.Tensor._make_subclass", "device/patches")),
     *_names("Notices in-place changes, as autograd does.", ("torch.Tensor._version", "*")),
     *_names("Tells memories apart while a file is written.", ("torch.UntypedStorage._cdata", "device/patches")),

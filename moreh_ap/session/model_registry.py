@@ -88,8 +88,11 @@ class ModelRegistry:
             bring_here(self._session, filter(model.keeps, model.buffers.values()))  # the script may keep them
             model.release()
         for model in self._models:
-            if _has_lost_parameters(model):
+            lost = model.lost_tensors()
+            if any(tensor.requires_grad for tensor in lost):
                 model.phase.enter(ModelPhase.DIVIDED)
+            elif lost:
+                model.note_structure()
 
     def _announce(self, root: nn.Module) -> None:
         """Has the workers import the model's modules while the script prepares its data, with its environment and
@@ -230,10 +233,10 @@ class ModelRegistry:
         return model, model.path_of(module)
 
     def _with_all_that_share(self, root: nn.Module) -> nn.Module:
-        """Returns the module, or the module around all that share its parameters, so that gradients add up."""
+        """Returns the module, or the module around all that share its parameters, so that gradients add up, or buffers."""
         roots = [reference() for reference in self._root_of.values()] + [model.root for model in self._models]
         others = list({id(other): other for other in roots if other is not None and _is_on_accelerator(other)}.values())
-        group, own = [root], set(map(id, root.parameters()))
+        group, own = [root], _ids(root)
         while sharing := [other for other in others if other not in group and not own.isdisjoint(_ids(other))]:
             group += sharing
             own.update(*map(_ids, sharing))
@@ -244,6 +247,9 @@ class ModelRegistry:
     def _lay_out(self, root: nn.Module, call: tuple[nn.Module, Any, Any]) -> RemoteModel:
         session = self._session
         take_apart(root)
+        for module in root.modules():
+            if isinstance(module, nn.RNNBase):
+                module._update_flat_weights()  # it may list those of a `functional_call`, which are not its own
         self._announce(root)  # a library may have put its parameters on the accelerator itself, without a move
         if session.trial_plan is not None:
             return RemoteModel(session, root, call, session.trial_plan, on_trial=True)
@@ -293,13 +299,8 @@ class ModelRegistry:
         self._release_those_that_left()
 
 
-def _has_lost_parameters(model: RemoteModel) -> bool:
-    """Returns whether parameters that train are no longer those of the workers' model."""
-    return any(parameter.requires_grad and not model.keeps(parameter) for parameter in model.parameters.values())
-
-
 def _ids(module: nn.Module) -> set[int]:
-    return set(map(id, module.parameters()))
+    return set(map(id, _state_tensors(module)))
 
 
 def _state_tensors(module: nn.Module) -> list[Any]:

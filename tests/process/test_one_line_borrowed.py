@@ -206,3 +206,67 @@ def test_models_with_parameters_in_common_train(session):
         return trace, [param.detach() for param in parameters]
 
     assert_same(*on_both(script))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.rnn, self.head = nn.BatchNorm1d(6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+        self.norm.weight.requires_grad_(False)
+
+    def forward(self, x_BTF: Tensor) -> Tensor:
+        return self.head(self.rnn(self.norm(x_BTF.mT).mT)[1][0][-1])
+
+
+def test_a_model_goes_on_after_a_call_with_other_parameters(session):
+    """That call moves its buffers and frozen parameters on; the list that an LSTM keeps of its weights changes twice."""
+
+    def script(device):
+        model, trace = Recurrent().to(device), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            x_BTF, y_B = torch.randn(8, 5, 6).to(device), torch.randint(3, (8,)).to(device)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x_BTF), y_B).backward()
+            optimizer.step()
+            halved = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
+            trace.append(functional_call(model, (halved, dict(model.named_buffers())), (x_BTF,)))
+            model.norm.weight.mul_(1.1)
+        return trace, model.eval()(x_BTF), model.state_dict()
+
+    assert_same(*on_both(script))
+
+
+class Normalizer(nn.Module):
+    """The running mean of what it was shown, as reinforcement learning has it for observations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def show(self, x_BF: Tensor) -> None:
+        self.seen.add_(1)
+        self.mean.add_((x_BF.mean(0) - self.mean) / self.seen)
+
+    def forward(self, x_BF: Tensor) -> Tensor:
+        return x_BF - self.mean
+
+
+def test_models_with_buffers_in_common_see_what_the_script_writes_there(session):
+    def script(device):
+        norm, trace = Normalizer(), []
+        policy, value = (nn.Sequential(norm, nn.Linear(6, size)).to(device) for size in (3, 1))
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (policy, value)]
+        for _ in range(3):
+            x_BF, y_B = torch.randn(8, 6).to(device) + 1, torch.randint(3, (8,)).to(device)
+            norm.show(x_BF)
+            losses = F.cross_entropy(policy(x_BF), y_B), F.mse_loss(value(x_BF)[:, 0], y_B.float())
+            for optimizer, loss in zip(optimizers, losses):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                trace.append(loss.detach())
+        return trace, policy.state_dict(), value.state_dict()
+
+    assert_same(*on_both(script))

@@ -228,6 +228,21 @@ def test_what_a_hook_returns_counts_and_what_it_keeps_too():
     assert_same(*on_both(script))
 
 
+def test_hooks_run_in_inference_mode_too():
+    def script(device):
+        (net, x, _), seen = net_and_batch(device), []
+        net.register_buffer("calls", torch.zeros((), device=device))
+        net.first.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+        net.second.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+        net.register_forward_hook(lambda module, args, output: module.calls.add_(1) and None)
+        for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                seen.append(net(x))
+        return [float(one.sum()) for one in seen], float(net.calls)
+
+    assert_same(*on_both(script))
+
+
 def test_a_hook_may_end_the_forward():
     class Enough(Exception):
         pass

@@ -21,6 +21,9 @@ from moreh_ap.patching import Patches, PatchGroup
 
 _NOWHERE = None, None
 
+_NOT_SENT = frozenset({"training", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"})
+"""Attributes that travel with calls, or that every process keeps for itself (the list of its weights in an RNN)."""
+
 
 def install(patches: Patches, backend: WorkerBackend) -> None:
     """Have modules on the accelerator be called on the workers, and moves and attributes be noted."""
@@ -107,7 +110,7 @@ def _install_attributes(group: PatchGroup, backend: WorkerBackend) -> None:
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
         """Sets an attribute and notes it for the workers."""
         original_set(module, name, value)
-        if name not in ("training", "_compiled_call_impl"):
+        if name not in _NOT_SENT:
             backend.note_attribute(module, name, value)
 
     def delete_attribute(module: nn.Module, name: str) -> None:

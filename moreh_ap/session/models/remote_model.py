@@ -102,7 +102,7 @@ class RemoteModel:
         self._training, self._times_failed = self._training_flags(), session.outbox.times_failed
         self._requires_grad = [parameter.requires_grad for parameter in self.parameters.values()]
         self._kernels = {name: parameter for name, parameter in self.parameters.items() if parameter.ndim >= 4}
-        self._kernel_strides = [_usual_strides(kernel) for kernel in self._kernels.values()]
+        self._kernel_strides = [torch.empty(kernel.shape, device="meta").stride() for kernel in self._kernels.values()]
         self._changes: list[tuple[str, str, Any]] = []
         self._containers, self._settings_objects = Containers(dict(root.named_modules())), SettingsObjects(root)
         self._members = _registered_members(self.modules)
@@ -273,7 +273,7 @@ class RemoteModel:
 
     @property
     def training_flags(self) -> bytes:
-        """Returns one byte for each submodule, in the order of ``root.modules()``."""
+        """One byte for each submodule, in the order of ``root.modules()``."""
         return self._training
 
     def _training_flags(self) -> bytes:
@@ -357,6 +357,12 @@ class RemoteModel:
         """Returns whether the workers keep none of the module's parameters and buffers; `to` makes other buffers."""
         return not any(map(self.keeps, chain(self.parameters.values(), *(m._buffers.values() for m in self.modules))))
 
+    def lost_tensors(self) -> list[Tensor]:
+        """Returns parameters and buffers that another model's workers keep, or this process: their values may change."""
+        passed = self._set_buffers | self.script_hooks.buffers
+        own = chain(self.parameters.items(), self.buffers.items())
+        return [tensor for name, tensor in own if name not in passed and not self.keeps(tensor)]
+
     def keeps(self, tensor: Tensor | None) -> bool:
         """Returns whether `tensor` is a parameter or buffer that this model's workers keep."""
         return isinstance(tensor, VirtualTensor) and getattr(tensor._cell.value, "owner", None) is self.holder
@@ -389,7 +395,3 @@ def _registered_members(modules: list[nn.Module]) -> list[nn.Module | Tensor | N
     """Returns all registered submodules, parameters and buffers: ``layers.insert(0, layer)`` sets no attribute."""
     registries = [(module._modules, module._parameters, module._buffers) for module in modules]
     return list(chain.from_iterable(map(_values_of, chain.from_iterable(registries))))
-
-
-def _usual_strides(tensor: Tensor) -> tuple[int, ...]:
-    return torch.empty(tensor.shape, device="meta").stride()

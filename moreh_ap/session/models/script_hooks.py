@@ -236,20 +236,21 @@ class ScriptHooks:
     def _run(self, hook: _Hook, given: tuple[Any, ...], model: HookedModel) -> bool:
         """Runs a hook as the script put it on a module; returns whether it returned a value."""
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        versions = [tensor._version for tensor in tensors]
+        versions = [_version_of(tensor) for tensor in tensors]
         is_sent, buffers = hook.key in self._sent, hook.module._buffers
         before = dict(buffers)
         if is_sent and hook.key not in self._leaving_buffers:
-            copies = {name: one.detach().clone() for name, one in buffers.items() if _may_be_written_into(one)}
+            with torch.inference_mode(False):  # what is written into a tensor of inference mode is not counted
+                copies = {name: one.detach().clone() for name, one in buffers.items() if _may_be_written_into(one)}
             buffers.update(copies)
-        begun = {name: (one, one._version) for name, one in buffers.items() if one is not None}
+        begun = {name: (one, _version_of(one)) for name, one in buffers.items() if one is not None}
         with contextlib.ExitStack() as stack:
             if is_sent:  # its random numbers were drawn on the workers
                 stack.enter_context(torch.random.fork_rng(devices=[]))
                 stack.enter_context(host_untouched())
             returned = hook.run(hook.module, *given)
         if is_sent:  # it began here with what the workers have after it, which counts
-            has_written = any(one._version != version for one, version in begun.values())
+            has_written = any(_version_of(one) != version for one, version in begun.values())
             if not has_written:
                 self._leaving_buffers.add(hook.key)
             elif hook.key in self._leaving_buffers:
@@ -263,7 +264,7 @@ class ScriptHooks:
                 is_new = name not in begun or buffers.get(name) is not begun[name][0]
                 is_parameter = is_new and isinstance(one, nn.Parameter) and buffers.get(name) is not None
                 buffers[name] = _on_workers(model, hook.module, name) if is_parameter else one
-        changed = versions != [tensor._version for tensor in tensors]
+        changed = versions != [_version_of(tensor) for tensor in tensors]
         if changed:
             raise _refused(hook, "changes its tensors in place.")
         if returned is not None and not is_sent:
@@ -288,6 +289,11 @@ class ScriptHooks:
                     hook(module, grad_inputs, grad_outputs)
 
         call.watch([index for index in wanted if index is not None], run)
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """Returns how often a tensor was written into, None for one of inference mode, which PyTorch does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _refused(hook: _Hook, does: str) -> UnsupportedError:
