@@ -57,10 +57,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Makes a tensor of our class with shape and strides but no memory.",
         ("torch.Tensor._make_wrapper_subclass", "device parallelizer/tensor"),
     ),
-    *_names(
-        "Has an RNN list its weights anew after a functional call.",
-        ("torch.nn.RNNBase._update_flat_weights", "session"),
-    ),
+    *_names("Has an RNN list its weights anew.", ("torch.nn.RNNBase._update_flat_weights", "session")),
     *_names("Makes a parameter of a library's class.", ("torch.Tensor._make_subclass", "device/patches")),
     *_names("Notices in-place changes, as autograd does.", ("torch.Tensor._version", "*")),
     *_names("Tells memories apart while a file is written.", ("torch.UntypedStorage._cdata", "device/patches")),
@@ -96,10 +93,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         ("torch._functorch.apis.vmap_impl", "device/patches"),
         ("torch.autograd.forward_ad._current_level", "device/patches parallelizer/loss"),
     ),
-    *_names(
-        "Refuses `torch.jit.trace` of a model that is on the workers.",
-        ("torch._C._get_tracing_state", "device/patches"),
-    ),
+    *_names("Refuses `torch.jit.trace` of a model on the workers.", ("torch._C._get_tracing_state", "device/patches")),
     *_names(
         "Tensors of this process that are on the accelerator have a class of their own, and PyTorch's own operations.",
         ("torch._C._current_graph_task_id", "device parallelizer/data"),

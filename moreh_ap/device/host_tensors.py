@@ -26,11 +26,11 @@ from torch.utils._pytree import tree_leaves
 
 from moreh_ap.device import tensor as virtual_tensors
 from moreh_ap.device.patches import parameter_hooks
-from moreh_ap.device.tensor import ACCELERATOR, VirtualTensor, place
+from moreh_ap.device.tensor import ACCELERATOR, OWN_ATTRIBUTES, VirtualTensor, place
 from moreh_ap.device.values import Cell, Here
 
-_OWN = ("_cell", "_user", "_hands_gradients_on", "_alias")
-"""Attributes of a virtual tensor that are not the script's."""
+_OWN = OWN_ATTRIBUTES - {"_is_param"}
+"""Attributes that a host tensor does not keep."""
 
 _grad_of = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _set_grad_of = torch.Tensor.grad.__set__  # type: ignore[union-attr]

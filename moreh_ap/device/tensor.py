@@ -306,6 +306,9 @@ class VirtualTensor(torch.Tensor):
             return cls.torch_dispatch(func, args, kwargs or {})
 
 
+OWN_ATTRIBUTES = frozenset({"_cell", "_user", "_compressed", "_is_param", "_hands_gradients_on", "_alias"})
+"""Attributes of a tensor on the accelerator that are not the script's."""
+
 ORDINARY = frozenset({Tensor, torch.nn.Parameter, VirtualTensor})
 """Classes of tensors that are none of a library's."""
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from moreh_ap.device.cuda import legacy_types
 from moreh_ap.device.host_tensors import HostTensor, mark, put, to_accelerator, to_host
 from moreh_ap.device.patches import parameter_hooks
-from moreh_ap.device.tensor import ACCELERATOR, Cell, VirtualTensor, nested_refused
+from moreh_ap.device.tensor import ACCELERATOR, OWN_ATTRIBUTES, Cell, VirtualTensor, nested_refused
 from moreh_ap.device.values import InFile
 
 
@@ -177,13 +177,15 @@ def swap(first: Tensor, second: Tensor) -> None:
     """Exchanges the content of two tensor objects, as `torch.utils.swap_tensors`; the first may have other references.
 
     A parameter may have been used before it moves: `torch.nn.utils.weight_norm` computes a weight at once, and a script
-    may try its model on the CPU. An earlier graph keeps the earlier memory; a backward through it is refused.
+    may try its model on the CPU. An earlier graph keeps the earlier memory; a backward through it is refused. What the
+    script has set on the first (`parameter._no_weight_decay = True`) stays there.
     """
     if first.is_leaf and first.requires_grad:
         torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
     hooks = parameter_hooks.take(first, is_virtual=isinstance(first, VirtualTensor))
     first.__class__, second.__class__ = second.__class__, first.__class__
-    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    of_script = {name: value for name, value in vars(first).items() if name not in OWN_ATTRIBUTES}
+    first.__dict__, second.__dict__ = of_script | vars(second), vars(first)
     torch._C._swap_tensor_impl(first, second)  # type: ignore[attr-defined]
     parameter_hooks.give_back(first, hooks, is_virtual=isinstance(first, VirtualTensor))
 

@@ -233,7 +233,7 @@ class ModelRegistry:
         return model, model.path_of(module)
 
     def _with_all_that_share(self, root: nn.Module) -> nn.Module:
-        """Returns the module, or the module around all that share its parameters, so that gradients add up, or buffers."""
+        """Returns the module, or one around all that share its parameters, whose gradients add up, or its buffers."""
         roots = [reference() for reference in self._root_of.values()] + [model.root for model in self._models]
         others = list({id(other): other for other in roots if other is not None and _is_on_accelerator(other)}.values())
         group, own = [root], _ids(root)

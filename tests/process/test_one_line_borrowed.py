@@ -219,7 +219,7 @@ class Recurrent(nn.Module):
 
 
 def test_a_model_goes_on_after_a_call_with_other_parameters(session):
-    """That call moves its buffers and frozen parameters on; the list that an LSTM keeps of its weights changes twice."""
+    """That call takes its buffers and frozen parameters; the list that an LSTM keeps of its weights changes twice."""
 
     def script(device):
         model, trace = Recurrent().to(device), []

@@ -228,6 +228,22 @@ def test_what_a_hook_returns_counts_and_what_it_keeps_too():
     assert_same(*on_both(script))
 
 
+def test_parameters_keep_hooks_and_attributes_when_they_move_or_change_their_dtype():
+    def script(device):
+        model, gradients = nn.Linear(6, 3), []
+        model.weight.factor = 4  # as S4 and nanoGPT's successors mark what gets a learning rate of its own
+        model.to(device)
+        model.weight.register_hook(lambda gradient: gradient * 0.5)
+        model.bias.register_post_accumulate_grad_hook(lambda bias: (bias.grad.mul_(0.25), None)[1])
+        for change in (nn.Module.float, lambda model: model.double().float(), lambda model: model.cpu().to(device)):
+            change(model).zero_grad()
+            model(torch.ones(4, 6).to(device)).square().mean().backward()
+            gradients += [parameter.grad.clone() for parameter in model.parameters()]
+        return gradients, [getattr(parameter, "factor", None) for parameter in model.parameters()]
+
+    assert_same(*on_both(script))
+
+
 def test_hooks_run_in_inference_mode_too():
     def script(device):
         (net, x, _), seen = net_and_batch(device), []

@@ -224,6 +224,42 @@ def test_an_attribute_that_the_script_changes_has_the_step_taken_there(accelerat
     assert len({step.owner for step in sent}) == 2 and of_last(sent) == 2  # then those of Adam, which its own calls
 
 
+class MarkedSgd(torch.optim.Optimizer):
+    """Gives parameters that the script has marked another rate."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"] * getattr(parameter, "factor", 1.0))
+
+
+def test_an_attribute_of_a_parameter_has_the_step_taken_there(accelerator, capfd):
+    """A worker has the parameter without it."""
+    session = accelerator("replicate=2")
+
+    def script(device: str) -> Any:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(device)
+        optimizer, losses = MarkedSgd(model.parameters()), []
+        for at in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 6).to(device)).square().mean()
+            loss.backward()
+            if at == 2:
+                model[0].weight.factor = 3.0
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses, model.state_dict()
+
+    sent = steps_sent(session)
+    assert_same(*on_both(script))
+    assert len(sent) == 2, "before the attribute was there"
+    assert "which is slower: it reads the attribute factor of a parameter" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_script_reads_and_changes_the_state(accelerator, plan):
     accelerator(plan)

@@ -109,7 +109,8 @@ def add(parameter: Tensor, hook: Callable[[Tensor], Any], *, on_sum: bool = Fals
 
 def _give(parameter: Tensor, hooks: GradientHooks) -> None:
     vars(parameter)[_NAME] = hooks
-    KNOWN.hooks.append(weakref.ref(hooks))
+    if all(one() is not hooks for one in KNOWN.hooks):  # a parameter that changes its dtype keeps the object
+        KNOWN.hooks.append(weakref.ref(hooks))
 
 
 def take(parameter: Tensor, *, is_virtual: bool) -> GradientHooks | None:

@@ -95,8 +95,9 @@ def functions_of(root: nn.Module, with_hooks: bool = False, with_submodules: boo
     return functions_from(waiting, methods)
 
 
-def used_by_method(kind: type, method: Callable[..., Any]) -> tuple[list[Variable], list[Write]]:
-    """Returns the variables outside of an object that a method reads, and the places where it changes some.
+def used_by_method(kind: type, method: Callable[..., Any]) -> tuple[list[Variable], list[Write], frozenset[str]]:
+    """Returns the variables outside of an object that a method reads, the places where it changes some, and all strings
+    in its code: names of attributes, also those for `getattr`.
 
     Args:
         kind: The object's class, whose other methods the method may call.
@@ -107,7 +108,9 @@ def used_by_method(kind: type, method: Callable[..., Any]) -> tuple[list[Variabl
         for name, member in vars(base).items() if is_of_script(base.__module__) else ():
             methods.setdefault(name, []).extend(functions_in(member))
     functions = functions_from(functions_in(method), methods)
-    return [one for function in functions for one in _read_in(function)], [*_written_in(functions)]
+    arguments = (each.argval for function in functions for each in instructions(function.__code__))
+    names = frozenset(one for one in arguments if isinstance(one, str))
+    return [one for function in functions for one in _read_in(function)], [*_written_in(functions)], names
 
 
 def read_by(root: nn.Module) -> list[Variable]:

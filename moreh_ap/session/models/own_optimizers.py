@@ -28,6 +28,7 @@ import cloudpickle
 from torch import Tensor
 from torch.optim import Optimizer
 
+from moreh_ap.device.tensor import OWN_ATTRIBUTES
 from moreh_ap.protocol.script_code.script_globals import Variable, used_by_method
 from moreh_ap.session.models.optimizer_trial import (
     Copy,
@@ -54,6 +55,7 @@ class OwnStep:
         multiplies: Whether a step multiplies matrices.
         takes_closure: Whether a step with a closure is a call of that, and then a step.
         variables: Those outside of the optimizer that it reads, with their values.
+        names: All names in its code: workers do not know attributes that the script has set on parameters.
         num_groups: How many groups it had: with others it has to be tried again.
         twin: A small copy that shows what a step makes of settings; None where it leaves them as they are.
         gradients: Those of the twin.
@@ -65,6 +67,7 @@ class OwnStep:
     multiplies: bool
     takes_closure: bool
     variables: tuple[tuple[Variable, Any], ...]
+    names: frozenset[str]
     num_groups: int
     twin: Copy | None = None
     gradients: Sequence[Tensor] = ()
@@ -80,6 +83,7 @@ class OwnStep:
                 raise Refused(f"reads {variable.name}, which has changed")
         if attributes_of(optimizer) != self.attributes:
             raise Refused("has other attributes than at its first step")
+        _check_parameters(optimizer, self.names)
 
     def advance(self, optimizer: Optimizer) -> None:
         """Makes of the settings of an optimizer's groups what a step makes of them, as the workers do."""
@@ -103,13 +107,15 @@ def own_step_of(optimizer: Optimizer, step: Step) -> OwnStep:
     """
     if type(optimizer).add_param_group is not Optimizer.add_param_group:
         raise Refused("has an add_param_group of its own")
-    read, written = used_by_method(type(optimizer), step)
+    read, written, in_code = used_by_method(type(optimizer), step)
     if written:
         raise Refused(f"changes the variable {written[0].name}")
     for variable in read:
         if not (is_plain(variable.value()) or isinstance(variable.value(), _CODE)):
             raise Refused(f"reads the variable {variable.name}, of type {type(variable.value()).__name__}")
     variables = tuple((variable, variable.value()) for variable in read)
+    names = in_code - OWN_ATTRIBUTES
+    _check_parameters(optimizer, names)
     trial = Trial(optimizer, step)
     needs_whole = trial.needs_whole()
     twin, gradients = trial.twin() if trial.changes_settings else (None, [])
@@ -121,4 +127,16 @@ def own_step_of(optimizer: Optimizer, step: Step) -> OwnStep:
     attributes, takes_closure = attributes_of(optimizer), trial.takes_closure()
     num_groups = len(optimizer.param_groups)
     found = (needs_whole, trial.multiplies(), takes_closure)
-    return OwnStep(pickled_class, attributes, *found, variables, num_groups, twin, gradients)
+    return OwnStep(pickled_class, attributes, *found, variables, names, num_groups, twin, gradients)
+
+
+def _check_parameters(optimizer: Optimizer, names: frozenset[str]) -> None:
+    """Returns if no parameter has an attribute of one of the names.
+
+    Raises:
+        Refused: One has.
+    """
+    for group in optimizer.param_groups:
+        if not all(map(names.isdisjoint, map(vars, group["params"]))):
+            read = next(name for one in group["params"] for name in vars(one) if name in names)
+            raise Refused(f"reads the attribute {read} of a parameter")

@@ -358,7 +358,7 @@ class RemoteModel:
         return not any(map(self.keeps, chain(self.parameters.values(), *(m._buffers.values() for m in self.modules))))
 
     def lost_tensors(self) -> list[Tensor]:
-        """Returns parameters and buffers that another model's workers keep, or this process: their values may change."""
+        """Returns parameters and buffers that are elsewhere, at another model or in this process, and may change."""
         passed = self._set_buffers | self.script_hooks.buffers
         own = chain(self.parameters.items(), self.buffers.items())
         return [tensor for name, tensor in own if name not in passed and not self.keeps(tensor)]

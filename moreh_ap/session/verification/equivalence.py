@@ -308,8 +308,10 @@ def worst(got: dict[str, Tensor], expected: dict[str, Tensor], smallest: float) 
     for name, tensor in expected.items():
         if tensor.numel() == 0:
             continue
-        wanted, difference = tensor.double(), (got[name].double() - tensor.double()).abs().max()
-        relative = float(difference / wanted.abs().max().clamp(min=smallest))
+        wanted, there = tensor.double(), got[name].double()
+        difference = (there - wanted).abs().masked_fill(there == wanted, 0.0).max()  # a mask has -inf on both sides
+        largest = wanted.masked_fill(~wanted.isfinite(), 0.0).abs().max()
+        relative = float(difference / largest.clamp(min=smallest))
         found.append((relative if isfinite(relative) else float("inf"), name))
     return max(found)
 

@@ -36,6 +36,14 @@ def test_what_counts_as_equal():
         assert word in found.reason
 
 
+def test_a_mask_of_infinities_is_compared_by_its_other_numbers():
+    mask = torch.tensor([0.0, -float("inf"), 2.0])
+    assert equivalence.worst({"mask": mask.clone()}, {"mask": mask}, 1e-3) == (0.0, "mask")
+    assert equivalence.worst({"mask": mask + 1}, {"mask": mask}, 1e-3) == (0.5, "mask")
+    for other in (mask.nan_to_num(), mask.nan_to_num(neginf=float("inf")), mask * float("nan")):
+        assert equivalence.worst({"mask": other}, {"mask": mask}, 1e-3) == (float("inf"), "mask")
+
+
 def test_a_model_without_numbers_to_compare_is_refused():
     class Endless(nn.Linear):
         def forward(self, x):
