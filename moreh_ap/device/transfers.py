@@ -179,8 +179,11 @@ def swap(first: Tensor, second: Tensor) -> None:
     A parameter may have been used before it moves: `torch.nn.utils.weight_norm` computes a weight at once, and a script
     may try its model on the CPU. An earlier graph keeps the earlier memory; a backward through it is refused.
     """
+    if first is second:
+        return
     if first.is_leaf and first.requires_grad:
-        torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
+        with torch.inference_mode(False):
+            torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
     hooks = parameter_hooks.take(first, is_virtual=isinstance(first, VirtualTensor))
     first.__class__, second.__class__ = second.__class__, first.__class__
     first.__dict__, second.__dict__ = second.__dict__, first.__dict__
