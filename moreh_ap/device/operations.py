@@ -68,9 +68,13 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     result = _compute_plain(func, args, kwargs)
     if result is not NotImplemented:
         return result
-    if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
-        with torch.inference_mode(False):  # in inference mode too, a view of an ordinary tensor is an ordinary tensor
-            return run(func, args, kwargs)
+    if torch.is_inference_mode_enabled() and func.is_view:
+        parts = func.decompose(*args, **kwargs)  # PyTorch comes here before it takes `to` or `contiguous` apart
+        if parts is not NotImplemented:
+            return parts
+        if not args[0].is_inference():
+            with torch.inference_mode(False):  # in this mode too, a view of an ordinary tensor is an ordinary tensor
+                return run(func, args, kwargs)
     if func in ALIASES or (func is aten.view.default and args[0].size() == torch.Size(args[1])):
         kind = WANTED.kind or VirtualTensor
         return VirtualTensor.__new__(kind, args[0]._cell, args[0])

@@ -180,8 +180,11 @@ def swap(first: Tensor, second: Tensor) -> None:
     may try its model on the CPU. An earlier graph keeps the earlier memory; a backward through it is refused. What the
     script has set on the first (`parameter._no_weight_decay = True`) stays there.
     """
+    if first is second:
+        return
     if first.is_leaf and first.requires_grad:
-        torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
+        with torch.inference_mode(False):
+            torch.autograd.graph.get_gradient_edge(first).node.register_prehook(_refuse_backward)
     hooks = parameter_hooks.take(first, is_virtual=isinstance(first, VirtualTensor))
     first.__class__, second.__class__ = second.__class__, first.__class__
     of_script = {name: value for name, value in vars(first).items() if name not in OWN_ATTRIBUTES}

@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from moreh_ap.errors import LoadError
 from moreh_ap.hosts.host_files import path_here
-from moreh_ap.parallelizer.data.fsdp import fsdp_modules, keeps_parameters_on_host
+from moreh_ap.parallelizer.data.fsdp import fsdp_modules, keeps_parameters_on_host, param_groups
 from moreh_ap.parallelizer.state.tensor_layout import TensorLayout
 from moreh_ap.parallelizer.surroundings.placement import on_own_device
 from moreh_ap.parallelizer.tensor.split_tensor import SplitTensor
@@ -170,8 +170,12 @@ def _allocate(module: nn.Module, names: list[list[str]], device: torch.device) -
             part = module.get_submodule(path)
             held_in: dict[str, Any] = part._parameters if leaf in part._parameters else part._buffers
             held_in[leaf] = tensor  # a buffer that is a parameter, too, stays a buffer
-    for submodule in fsdp_modules(module):
-        submodule._apply(lambda t: t, recurse=False)  # FSDP2 looks its parameters up again
+    with torch.no_grad():
+        for submodule in fsdp_modules(module):  # not by `_apply`, which a class may have replaced by one of its own
+            submodule.reshard()
+            for group in param_groups(submodule):
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()  # FSDP2 looks its parameters up again
 
 
 def _allocate_in_place(tensors: Iterable[torch.Tensor], device: torch.device) -> set[int]:

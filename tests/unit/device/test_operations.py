@@ -40,6 +40,19 @@ def test_a_view_of_what_is_elsewhere_that_is_seen_otherwise_from_now_on():
     assert base.tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
+def test_a_conversion_that_changes_nothing_returns_the_tensor_itself_in_inference_mode_too():
+    _, elsewhere = promise(torch.ones(2, 2))
+    model = torch.nn.Linear(2, 2).cuda()
+    weight, cell = model.weight, model.weight._cell
+    with torch.inference_mode():
+        for tensor in (elsewhere, weight):
+            assert tensor.float() is tensor and tensor.contiguous() is tensor and tensor.to("cuda") is tensor
+        model.float()  # validation of ultralytics
+        assert model.weight is weight and weight._cell is cell
+        model.half()
+    assert model.weight.dtype == torch.float16
+
+
 def test_arithmetic_on_a_promise_does_not_wait():
     value, loss = promise(torch.tensor(3.0))
     total = torch.zeros((), device="cuda")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
+from moreh_ap.parallelizer.apply import apply_plan
+from moreh_ap.parallelizer.mesh import build_mesh
 from moreh_ap.parallelizer.state.loading import fill
+from moreh_ap.plan import Plan
 from moreh_ap.protocol.tensor_source import TensorSource
 
 
@@ -43,3 +49,39 @@ def test_parameters_and_buffers_stay_the_same_objects(tmp_path: Any) -> None:
     assert model.weight is weight is model.variable.value and model.total is total
     assert weight.tolist() == [0.0, 1.0, 2.0] and total.tolist() == [1.0, 1.0, 1.0]
     assert weight.requires_grad and not total.requires_grad
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class MovesItsStrides(nn.Module):
+    """Moves tensors of its own with the module, by an `_apply` that takes the function alone (YOLO of ultralytics)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+        self.strides = torch.ones(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def _apply(self, fn: Any) -> MovesItsStrides:  # type: ignore[override]
+        super()._apply(fn)
+        self.strides = fn(self.strides)
+        return self
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_module_may_have_an_apply_of_its_own(tmp_path: Any) -> None:
+    with torch.device("meta"):
+        model = MovesItsStrides()
+    plan = Plan.parse("offload=all")  # FSDP2 around one process
+    apply_plan(model, plan, build_mesh(plan, "cpu"))
+    file = str(tmp_path / "values.safetensors")
+    save_file({"weight": torch.eye(2) * 3}, file)
+    fill(model, {"layer.weight": TensorSource(file, "weight")}, "cpu")
+    assert model(torch.ones(2)).tolist() == [3.0, 3.0]  # FSDP2 gathers what was read
