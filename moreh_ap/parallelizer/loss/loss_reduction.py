@@ -61,6 +61,7 @@ from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.loss.diverged import Diverged
 from moreh_ap.parallelizer.loss.loss_targets import count_targets, is_count
 from moreh_ap.parallelizer.loss.mean_functions import (
+    BOTH,
     CLASS_LOSSES,
     COUNTS,
     ELEMENT_LOSSES,
@@ -74,6 +75,7 @@ from moreh_ap.parallelizer.loss.mean_functions import (
     is_constant,
     is_extreme,
     is_load,
+    is_observed,
     takes_statistics,
 )
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
@@ -88,7 +90,7 @@ _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
 _CHANGED = {PADS, Tensor.cuda, Tensor.to}.union(
-    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, EXTREMES, LOADS
+    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, EXTREMES, BOTH, LOADS
 )
 """Functions that are other ones while the mode is active, or may be. Calls of all others are to lose no time here."""
 _signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
@@ -196,11 +198,11 @@ class GlobalReduction(OwnDevice):
             if self.rules.counts:
                 local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
-        if func in EXTREMES and is_extreme(args, kwargs):
+        may_be_extreme = func in EXTREMES or func in BOTH
+        if may_be_extreme and (is_observed(func, args, kwargs) or (func in EXTREMES and is_extreme(args, kwargs))):
             self.saw.add("extremes")
             if self.rules.extremes:
-                own, sign = func(*args), -1 if func in SMALLEST else 1
-                return torch.full_like(own, sign * self._largest(sign * int(own)))
+                return self._extreme(func, func(*args, **kwargs))
         if (self._record or self.rules.loads) and func in LOADS and is_load(func, args, kwargs):
             place, own = call_site(), func(*args, **kwargs)
             self.load_shapes.setdefault(place, set()).add(own.shape)
@@ -327,6 +329,19 @@ class GlobalReduction(OwnDevice):
     def _largest(self, own: int) -> int:
         """Returns the largest of a number that each worker's rows have; `own` is that of these rows. A site."""
         return int(self._of_batch(torch.full((), own, dtype=torch.float64, device=self.device), adds_up=False))
+
+    def _extreme(self, func: Callable[..., Any], own: Any) -> Any:
+        """Returns the largest or smallest numbers of the batch, given those of these rows. A site."""
+        if isinstance(own, Tensor) and not own.is_floating_point():
+            sign = -1 if func in SMALLEST else 1
+            return torch.full_like(own, sign * self._largest(sign * int(own)))
+        if isinstance(own, Tensor):
+            return self._largest_of(-own).neg() if func in SMALLEST else self._largest_of(own)
+        both = self._largest_of(torch.stack([-own.min, own.max]))
+        return torch.return_types.aminmax((-both[0], both[1]))
+
+    def _largest_of(self, own: Tensor) -> Tensor:
+        return self._of_batch(own.to(torch.float64), adds_up=False).to(own.device, own.dtype)
 
     def _load_of(self, own: Tensor) -> Tensor:
         """Returns the loads of experts over the batch; `own` are those of these rows. A site. See [Note: loads]."""

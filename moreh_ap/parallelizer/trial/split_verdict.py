@@ -21,6 +21,7 @@ from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.items.item_reduction import ItemRules
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.rng.policy import Draws
+from moreh_ap.parallelizer.row_dims.own_entries import Entries
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
 from moreh_ap.parallelizer.statistics.batch_parts import Part
@@ -50,6 +51,7 @@ class SplitVerdict:
         faults: Tracebacks of errors in the trials that are ours, on this worker.
         items: What it does with items, where no tensor has a row for each. See `item_probe.py`.
         kept: Names of numbers that have to be those of a worker's rows. See `kept_rows.py`.
+        entries: Which arguments number the entries of a worker's rows. See `own_entries.py`.
         places: Where each leaf of the result but for attributes has rows that are gathered after the forward; empty
             where none are. Their kind is "same".
         attribute_places: The same of the leaves of each attribute.
@@ -76,6 +78,7 @@ class SplitVerdict:
     faults: tuple[str, ...] = ()
     items: ItemRules | None = None
     kept: frozenset[str] = frozenset()
+    entries: Entries = ()
     places: tuple[RowsAlong | None, ...] = ()
     attribute_places: Mapping[str, tuple[RowsAlong | None, ...]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()

@@ -184,6 +184,7 @@ class CallPreparation:
         verdict, batch = batch_of(verdict, Batch(rows, carried), tensors, leaves, axis.size, items)
         call, share = split_call(call, verdict, batch.rows, first_dims, args, kwargs)
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
+        numbering = {id(leaves[place]) for place, _ in verdict.entries}
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         has_pictures, batch_rows = isinstance(items, PictureRows), None if verdict.dims else batch.rows
         varies = verdict.by_values, has_pictures
@@ -196,7 +197,10 @@ class CallPreparation:
             execute=way_to_execute(call, model.plan, batch.rows, meta),
             nesting=nesting,
             roles=roles,
-            is_cut=[verdict.split and carries and not is_local for carries, is_local in zip(batch.carried, local)],
+            is_cut=[
+                verdict.split and carries and not is_local and id(tensor) not in numbering
+                for tensor, carries, is_local in zip(tensors, batch.carried, local)
+            ],
             cuts_heads=self._cuts_heads(nesting, local),
             keeps_no_cache=keeps_no_cache,
             share=share,
