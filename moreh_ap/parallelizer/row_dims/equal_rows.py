@@ -14,8 +14,9 @@ what they give one by one is what they give together, whatever it is divided by.
 is tried with copies of each of them: if one copy counts, all do.
 
 [Note: masks of other rows]
-It may be that none of a few rows counts (``mask = x > 5``). So it is also tried with masks that are true, and with
-masks that are false, everywhere, and with no zero among the arguments: rows that depend on each other with some masks may do so with others.
+It may be that none of a few rows counts (``mask = x > 5``, ``weights = (x - 5).relu()``). So it is also tried with masks
+that are true everywhere and weights of which none is zero, among the arguments too, and with masks that are false: rows
+that depend on each other with some masks may do so with others.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from moreh_ap.parallelizer.observation.torch_calls import names
 
 _MAKE_MASKS = names("lt le gt ge eq ne less greater less_equal greater_equal not_equal isfinite")
+_CUT_OFF = names("relu relu6 clamp clip clamp_min threshold hardtanh")
+"""Functions that make weights of rows, of which most may be zero."""
 
 
 def with_equal_rows(leaves: Sequence[Any], dims: Sequence[int | None]) -> list[Any]:
@@ -70,7 +73,8 @@ def _marked(leaf: Tensor) -> Tensor:
 
 
 def masks_that_are(value: bool | None) -> AbstractContextManager[Any]:
-    """Returns what makes comparisons of tensors `value` everywhere while active; None: what leaves them alone."""
+    """Returns what makes comparisons of tensors `value` everywhere while active, and weights not zero if that is true;
+    None: what leaves them alone."""
     return nullcontext() if value is None else _Masks(value)
 
 
@@ -82,6 +86,9 @@ class _Masks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_mask = getattr(func, "__name__", "").strip("_") in _MAKE_MASKS and isinstance(result, Tensor) and result.ndim
-        return torch.full_like(result, self._value) if is_mask and result.dtype is torch.bool else result
+        result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "").strip("_")
+        if not isinstance(result, Tensor) or not result.ndim:
+            return result
+        if self._value and name in _CUT_OFF and result.is_floating_point():
+            return result.masked_fill(result == 0, 1)
+        return torch.full_like(result, self._value) if name in _MAKE_MASKS and result.dtype is torch.bool else result

@@ -324,9 +324,12 @@ class Lockstep(GlobalReduction):
         return Step(name, follows=follows, for_all=True, cuts=True, results=tuple(placements))
 
     def _drawn(self, name: str, follows: tuple[RowCount, ...], result: Tensor) -> Step:
-        """Returns the step of a function that draws numbers for all rows: a worker draws those of its own."""
+        """Returns the step of a function that draws numbers for all rows: a worker draws those of its own, or, where it
+        draws as many for any rows (some of their places), what one device draws."""
         sizes = {count.of(sum(self._rows)) for count in follows if not count.is_of_one_size}
         dims = [dim for dim, size in enumerate(result.shape) if size in sizes]
+        if name.startswith("randint") and not dims:
+            return Step(name, follows=follows, for_all=True, results=(None,))
         if len(dims) != 1:
             raise Refused(f"which dim of what {name} draws has the rows is not clear, and rows depend on each other")
         self._set_rows(result, Rows(dims[0]))

@@ -56,6 +56,8 @@ from moreh_ap.parallelizer.trial.row_comparison import (
 from moreh_ap.protocol.batch import are_numbers, row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
 
+_IS_FREED = "backward through the graph a second time"
+"""What PyTorch says of results whose graph the forward has gone back through (`torch.autograd.grad` without a graph)."""
 Result = tuple[Any, Sequence[Any]]
 """How a result nests, and its leaves."""
 
@@ -115,6 +117,7 @@ class Probe:
         self.kinds, self.places = tuple[str, ...](), dict[int, RowsAlong]()
         self.attributes: Mapping[str, int] = {}
         self.draws = Draws()
+        self._has_backward = True
         self.has_unknown = self.takes_means = self._writes_nothing = self.draws_told = False
         self._load_shapes: dict[int, set[torch.Size]] = {}
         self.saw, self.constant_places = set[str](), set[int]()
@@ -234,7 +237,12 @@ class Probe:
         self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [random_weight(leaf) for leaf in common.outputs]
-            self._go_back(common, self._weights)
+            try:
+                self._go_back(common, self._weights)
+            except RuntimeError as error:  # so it is on one device: the script will not go back either
+                if _IS_FREED not in str(error):
+                    raise
+                self._has_backward = False
             self._wanted = take_gradients(self.call.module)
         self._find_rounding(common)
         singles, counted = self._run_apart(denominators)
@@ -312,6 +320,8 @@ class Probe:
         Raises:
             Refused: The gradients do not add up.
         """
+        if not self._has_backward:
+            return
         self._backward_apart()
         if do_hooks_meet_rows(self._noted):
             raise Refused(READS_NUMBERS)

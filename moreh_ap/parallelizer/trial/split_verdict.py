@@ -6,6 +6,12 @@ Decides how that is written down, and which calls it is about. Must not know how
 A forward may ask a number among its arguments which way to go, in Python (`if step > warm_up:`) or in functions that
 have a kink (`(step - warm_up).relu()`). Of what it does for one number, a trial with another shows nothing. So calls of
 such forwards have one verdict for each value of these numbers, as those have whose numbers are Python's own.
+
+[Note: forwards that set themselves up]
+Some layers find scales or a codebook in the rows of the first call, and note in a buffer that they have (``self.inited``).
+That call is computed whole, and what is true of it is not true of the next one, which is tried anew. So it is where a
+model has such a buffer and the first call of a kind cannot be split for what becomes of its state, or cannot run on a
+few rows (which are fewer than there are codes).
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.items.item_reduction import ItemRules
@@ -26,6 +32,9 @@ from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
 from moreh_ap.parallelizer.statistics.batch_parts import Part
 from moreh_ap.protocol.batch import are_numbers
+
+GATHERS = "gathers what it sees of the rows"
+"""How a refusal ends that is about a buffer or parameter."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class SplitVerdict:
         parts: Which normalisations take the statistics of parts of the batch. See `statistics/batch_parts.py`.
         sizes: Of batches of how many rows this is true; None: of all.
         by_values: Whether numbers among the arguments decide what the forward does. See [Note: numbers that decide].
+        is_of_first: Whether it holds for one call alone. See [Note: forwards that set themselves up].
     """
 
     split: bool
@@ -84,11 +94,17 @@ class SplitVerdict:
     parts: tuple[Part, ...] = ()
     sizes: range | None = None
     by_values: bool = False
+    is_of_first: bool = False
 
     @classmethod
     def unsplit(cls, reason: str, **known: Any) -> SplitVerdict:
         """Returns the verdict on a forward that cannot be split, for a reason; `known`: other attributes."""
         return cls(False, (), reason, **known)
+
+    def may_set_up(self, module: nn.Module) -> bool:
+        """Says whether the forward may only set the module up, once. See [Note: forwards that set themselves up]."""
+        flags = any(buffer.numel() == 1 and not buffer.is_floating_point() for buffer in module.buffers())
+        return flags and not self.split and (not self.could_run or self.reason.endswith(GATHERS))
 
     def is_about(self, rows: int | None) -> bool:
         """Says whether this is true of batches of so many rows."""
