@@ -156,7 +156,7 @@ def assert_trains_alike(kind: type[nn.Module]) -> None:
 
 
 class Negatives(nn.Module):
-    """Compares each step with others of its row, by their numbers in the batch, quantized by what it draws (wav2vec)."""
+    """Compares each step with others of its row, by their numbers in the batch, and quantizes by what it draws."""
 
     def __init__(self) -> None:
         super().__init__()

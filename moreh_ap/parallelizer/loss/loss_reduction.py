@@ -47,8 +47,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -81,10 +79,10 @@ from moreh_ap.parallelizer.loss.mean_functions import (
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
+from moreh_ap.parallelizer.observation.call_sites import call_site
 from moreh_ap.parallelizer.observation.torch_calls import is_question
 from moreh_ap.parallelizer.surroundings.placement import CUDA_DEVICES, OwnDevice
 
-_NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
@@ -198,8 +196,7 @@ class GlobalReduction(OwnDevice):
             if self.rules.counts:
                 local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
-        may_be_extreme = func in EXTREMES or func in BOTH
-        if may_be_extreme and (is_observed(func, args, kwargs) or (func in EXTREMES and is_extreme(args, kwargs))):
+        if (func in EXTREMES and is_extreme(args, kwargs)) or is_observed(func, args, kwargs):
             self.saw.add("extremes")
             if self.rules.extremes:
                 return self._extreme(func, func(*args, **kwargs))
@@ -335,13 +332,10 @@ class GlobalReduction(OwnDevice):
         if isinstance(own, Tensor) and not own.is_floating_point():
             sign = -1 if func in SMALLEST else 1
             return torch.full_like(own, sign * self._largest(sign * int(own)))
-        if isinstance(own, Tensor):
-            return self._largest_of(-own).neg() if func in SMALLEST else self._largest_of(own)
-        both = self._largest_of(torch.stack([-own.min, own.max]))
-        return torch.return_types.aminmax((-both[0], both[1]))
-
-    def _largest_of(self, own: Tensor) -> Tensor:
-        return self._of_batch(own.to(torch.float64), adds_up=False).to(own.device, own.dtype)
+        low, high = (own, own) if isinstance(own, Tensor) else own
+        both = self._of_batch(torch.stack([-low, high]).to(torch.float64), adds_up=False).to(high.device, high.dtype)
+        found = -both[0], both[1]
+        return found[func not in SMALLEST] if isinstance(own, Tensor) else torch.return_types.aminmax(found)
 
     def _load_of(self, own: Tensor) -> Tensor:
         """Returns the loads of experts over the batch; `own` are those of these rows. A site. See [Note: loads]."""
@@ -399,15 +393,6 @@ class GlobalReduction(OwnDevice):
             raise Diverged("rows decide over which losses the forward takes a mean")
         if other_marks:
             raise Diverged("rows decide what the forward draws, or whether it raises an error")
-
-
-def call_site() -> int:
-    """Returns a number below 2^32 for the call outside of PyTorch that is being executed: of its function, its line and
-    its place there, since its file may lie elsewhere on another host."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
-        frame = frame.f_back
-    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())
 
 
 def _summed_in(values: Tensor) -> torch.dtype | None:

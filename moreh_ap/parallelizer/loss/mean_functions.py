@@ -61,7 +61,9 @@ def is_observed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Says whether maxima or minima are those of all fractions in a tensor, or of each channel, without a gradient:
     what an observer of a quantization sees. Parameters are on every worker."""
     value = args[0] if args else kwargs.get("input")
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0:
+    if not (func in EXTREMES or func in BOTH) or not isinstance(value, Tensor):
+        return False
+    if not value.is_floating_point() or value.ndim == 0:
         return False
     if isinstance(value, nn.Parameter) or (value.requires_grad and torch.is_grad_enabled()):
         return False

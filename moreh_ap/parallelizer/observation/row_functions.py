@@ -1,4 +1,4 @@
-"""Functions of PyTorch by what they do with rows: those that may add up, are linear, draw, or put rows in another order.
+"""Functions of PyTorch by what they do with rows: they may add up, are linear, draw, or put rows in another order.
 
 Decides which names these are. Must not know how a function is tried (`trial/function_trial.py`).
 """

@@ -14,9 +14,9 @@ what they give one by one is what they give together, whatever it is divided by.
 is tried with copies of each of them: if one copy counts, all do.
 
 [Note: masks of other rows]
-It may be that none of a few rows counts (``mask = x > 5``, ``weights = (x - 5).relu()``). So it is also tried with masks
-that are true everywhere and weights of which none is zero, among the arguments too, and with masks that are false: rows
-that depend on each other with some masks may do so with others.
+It may be that none of a few rows counts (``mask = x > 5``, ``weights = (x - 5).relu()``). So it is also tried with
+masks that are true everywhere and weights of which none is zero, among the arguments too, and with masks that are
+false: rows that depend on each other with some masks may do so with others.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_me
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
-from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
+from moreh_ap.parallelizer.trial.dry_run import Refused, refuse_states_of_others
 from moreh_ap.parallelizer.trial.row_comparison import check_denominators, close
 
 
@@ -258,7 +258,7 @@ class Trial:
             try:
                 with torch.no_grad():
                     args, kwargs = self._slice_of(before, which, adds_up, for_all)
-                    _refuse_states_of_others(self._name, args)
+                    refuse_states_of_others(self._name, args)
                     results.append(self._outcome(self._call(reduction, args, kwargs), args))
             except Exception:  # whatever the function raises for such slices: it does not work on them
                 break
@@ -365,19 +365,6 @@ def cut(tensor: Tensor, placement: Rows, rows: tuple[int, int]) -> Double:
     with torch.no_grad():
         slices = [placement.narrow(tensor, total, *span).clone() for span in ((0, first), (first, total))]
     return Double(placement, (slices[0], slices[1]))
-
-
-def _refuse_states_of_others(name: str, args: tuple[Any, ...]) -> None:
-    """Raises where a recurrent function gets states of another number of rows than its input: modules check that, the
-    function itself writes where it must not."""
-    if name not in RECURRENT:
-        return
-    given, is_packed = args[0], isinstance(args[1], Tensor) and args[1].ndim == 1
-    states = args[2] if is_packed else args[1]
-    rows = int(args[1][0]) if is_packed else given.shape[0 if args[-1] else 1]
-    for state in (states,) if isinstance(states, Tensor) else states:
-        if state.ndim != 3 or state.shape[1] != rows:
-            raise ValueError(f"{name} gets states of another number of rows")
 
 
 def _clone(leaf: Any) -> Any:

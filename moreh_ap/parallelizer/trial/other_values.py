@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.parallelizer.pipeline.stages import stages_of
-from moreh_ap.parallelizer.row_dims.common_decisions import DECIDE
+from moreh_ap.parallelizer.row_dims.common_decisions import DECIDE, of_several_rows
 from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows, with_marks
 from moreh_ap.parallelizer.row_dims.read_numbers import DIVIDES
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE
@@ -104,7 +104,8 @@ class OtherValues:
 
     def _beside_others(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Beside rows that decide otherwise. See `common_decisions.py`."""
-        other, which = self._like(probe, self._leaves), probe.decisions()
+        together, *apart = (noted.decisions for noted in probe.noted)
+        other, which = self._like(probe, self._leaves), of_several_rows(together, apart)
         if stages_of(probe.call.module) is not None or everywhere(not which, probe.call):
             return found
         other.beside = which

@@ -27,7 +27,7 @@ from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
-from moreh_ap.parallelizer.row_dims.common_decisions import BesideOthers, of_several_rows
+from moreh_ap.parallelizer.row_dims.common_decisions import BesideOthers
 from moreh_ap.parallelizer.row_dims.equal_rows import masks_that_are
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, ReadNumbers, do_hooks_meet_rows, why_rows_meet
@@ -51,13 +51,12 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     repeats,
     take_gradients,
     tolerance_of,
+    went_back,
     without_meaning,
 )
 from moreh_ap.protocol.batch import are_numbers, row_dims, select_rows_along
 from moreh_ap.protocol.pytree import nest_alike
 
-_IS_FREED = "backward through the graph a second time"
-"""What PyTorch says of results whose graph the forward has gone back through (`torch.autograd.grad` without a graph)."""
 Result = tuple[Any, Sequence[Any]]
 """How a result nests, and its leaves."""
 
@@ -80,8 +79,7 @@ class Probe:
         saw, constant_places: See `GlobalReduction`.
         beside_rows: Call sites whose means over dim 0 count as much in one row as in several.
         takes_means: Whether the forward takes means over the batch.
-        written: The parameters that the forward changes.
-        added: What the forward adds to the model's modules.
+        written, added: The parameters that the forward changes, and what it adds to the model's modules.
         may_write: Whether the forward may change parameters, since a step runs it once.
         may_take_turns: Whether workers may take turns in drawing for rows, since none is cut into micro-batches.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
@@ -91,6 +89,7 @@ class Probe:
         masks: What masks that the forward makes are everywhere; None: as they are. See `equal_rows.py`.
         numbers: Which leaves of the arguments are a few numbers, of no row.
         chosen: The rows that run.
+        noted: What was noted of all of them, and of some each time, once outputs were compared.
         repeats, has_graph: See `RandomPolicy.find_draws`; whether draws are found by forwards with gradients.
     """
 
@@ -117,7 +116,6 @@ class Probe:
         self.kinds, self.places = tuple[str, ...](), dict[int, RowsAlong]()
         self.attributes: Mapping[str, int] = {}
         self.draws = Draws()
-        self._has_backward = True
         self.has_unknown = self.takes_means = self._writes_nothing = self.draws_told = False
         self._load_shapes: dict[int, set[torch.Size]] = {}
         self.saw, self.constant_places = set[str](), set[int]()
@@ -132,10 +130,10 @@ class Probe:
         self.chosen = self._choose_rows()
         self._tolerance = tolerance_of(call)
         self.written, self.added = tuple[str, ...](), tuple[str, ...]()
-        self.may_take_turns = self.may_write = True
+        self.may_take_turns = self.may_write = self._has_backward = True
         self.beside_rows, self._turns = frozenset[int](), KnownTurns()
         self._state, self._buffers, self._changed_buffers = (dict[str, Tensor]() for _ in range(3))
-        self._ways, self._noted = list[BlockTrace](), list[ReadNumbers]()
+        self._ways, self.noted = list[BlockTrace](), list[ReadNumbers]()
         self._singles: list[EagerForward | PipelinedPass] = []
         self._left: WeakKeyDictionary[EagerForward | PipelinedPass, LeftByForward] = WeakKeyDictionary()
         self._weights, self._wanted = list[Tensor | None](), dict[str, Tensor | None]()
@@ -159,8 +157,8 @@ class Probe:
 
     def _exceeds_own_rows(self) -> bool:
         """Says whether a device would hold more rows than it trains with. See `host_activations.py`."""
-        call = self.call
-        return call.grad and call.device.type == "cuda" and len(self.chosen) * call.axis.size > self.rows
+        axis, device = self.call.axis, self.call.device
+        return self.call.grad and device.type == "cuda" and len(self.chosen) * axis.size > self.rows
 
     def _choose_rows(self) -> list[int]:
         if self.each > 1:  # rows that belong together are usually neighbours
@@ -172,11 +170,6 @@ class Probe:
         first = self.chosen.index(chosen[0])
         share = Share(first, first + len(chosen), len(self.chosen))
         return self.call.random.shared(0, share, self.draws, self._turns)
-
-    def decisions(self) -> frozenset[int]:
-        """Returns the numbers of the decisions that were found among several rows, once outputs were compared."""
-        together, *apart = (noted.decisions for noted in self._noted)
-        return of_several_rows(together, apart)
 
     def _beside_others(self, chosen: Sequence[int]) -> AbstractContextManager[Any]:
         return nullcontext() if chosen is self.chosen or not self.beside else BesideOthers(self.beside)
@@ -237,12 +230,7 @@ class Probe:
         self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [random_weight(leaf) for leaf in common.outputs]
-            try:
-                self._go_back(common, self._weights)
-            except RuntimeError as error:  # so it is on one device: the script will not go back either
-                if _IS_FREED not in str(error):
-                    raise
-                self._has_backward = False
+            self._has_backward = went_back(partial(self._go_back, common, self._weights))
             self._wanted = take_gradients(self.call.module)
         self._find_rounding(common)
         singles, counted = self._run_apart(denominators)
@@ -320,10 +308,9 @@ class Probe:
         Raises:
             Refused: The gradients do not add up.
         """
-        if not self._has_backward:
-            return
-        self._backward_apart()
-        if do_hooks_meet_rows(self._noted):
+        if self._has_backward:
+            self._backward_apart()
+        if do_hooks_meet_rows(self.noted):
             raise Refused(READS_NUMBERS)
         got_by_name = take_gradients(self.call.module)
         wanted = [grad.abs().max() for grad in self._wanted.values() if grad is not None and grad.numel()]
@@ -395,7 +382,7 @@ class Probe:
             return done
         after.update(self._state)
         self._ways.append(way)
-        self._noted.append(noted)
+        self.noted.append(noted)
         self._buffers = self._buffers or after
         for name, value in after.items():
             if name not in self._buffers or not self._is_same_buffer(name, value):
@@ -406,9 +393,8 @@ class Probe:
         """Compares how the runs went, the common one first.
 
         Raises:
-            Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers,
-                or which of them count.
+            Refused: The rows decide in which order, and how many, come to what FSDP2 gathers, or which of them count.
         """
-        if not (self._gathers or self.beside) and (reason := why_rows_meet(self._noted[0], self._noted[1:])):
+        if not (self._gathers or self.beside) and (reason := why_rows_meet(self.noted[0], self.noted[1:])):
             raise Refused(reason)
         check_block_order(self._ways)

@@ -8,10 +8,10 @@ have a kink (`(step - warm_up).relu()`). Of what it does for one number, a trial
 such forwards have one verdict for each value of these numbers, as those have whose numbers are Python's own.
 
 [Note: forwards that set themselves up]
-Some layers find scales or a codebook in the rows of the first call, and note in a buffer that they have (``self.inited``).
-That call is computed whole, and what is true of it is not true of the next one, which is tried anew. So it is where a
-model has such a buffer and the first call of a kind cannot be split for what becomes of its state, or cannot run on a
-few rows (which are fewer than there are codes).
+Some layers find scales or a codebook in the rows of the first call, and note in a buffer that they have. That call is
+computed whole, and what is true of it is not true of the next one, which is tried anew. So it is where a model has such
+a buffer and the first call of a kind cannot be split for what becomes of its state, or cannot run on a few rows (which
+are fewer than there are codes).
 """
 
 from __future__ import annotations
