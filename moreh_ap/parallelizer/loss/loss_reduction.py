@@ -20,7 +20,8 @@ transformers takes one to find packed sequences, in batches of one row only.
 ``pad_packed_sequence`` without ``total_length`` pads to the longest sequence that was packed: on one device the longest
 of the batch. So workers take the largest of theirs, which is a site too; it counts nothing. A forward may also make a
 mask of that size itself, `torch.arange(lengths.max())`: where the split check fails with the largest whole number of a
-worker's rows and passes with that of all rows, such numbers, and the smallest ones, are those of the batch.
+worker's rows and passes with that of all rows, such numbers, and the smallest ones, are those of the batch. So are
+those of fractions without a gradient, which observers of a quantization take.
 
 [Note: loads]
 A mixture of experts may leave out experts that no row goes to. With dropout in them, workers draw for the rows of all,
@@ -47,7 +48,10 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
+import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -57,38 +61,38 @@ from torch import Tensor
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.loss.extremes import extreme_of
 from moreh_ap.parallelizer.loss.loss_targets import count_targets, is_count
 from moreh_ap.parallelizer.loss.mean_functions import (
-    BOTH,
     CLASS_LOSSES,
     COUNTS,
     ELEMENT_LOSSES,
-    EXTREMES,
     LOADS,
     MEANS,
     NORMALISES,
+    OBSERVED,
     PADS,
-    SMALLEST,
     WEIGHTED_MEANS,
     is_constant,
     is_extreme,
     is_load,
     is_observed,
+    summed_in,
     takes_statistics,
 )
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
-from moreh_ap.parallelizer.observation.call_sites import call_site
 from moreh_ap.parallelizer.observation.torch_calls import is_question
 from moreh_ap.parallelizer.surroundings.placement import CUDA_DEVICES, OwnDevice
 
+_NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
 _CHANGED = {PADS, Tensor.cuda, Tensor.to}.union(
-    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, EXTREMES, BOTH, LOADS
+    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, OBSERVED, LOADS
 )
 """Functions that are other ones while the mode is active, or may be. Calls of all others are to lose no time here."""
 _signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
@@ -196,10 +200,10 @@ class GlobalReduction(OwnDevice):
             if self.rules.counts:
                 local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
-        if (func in EXTREMES and is_extreme(args, kwargs)) or is_observed(func, args, kwargs):
+        if func in OBSERVED and (is_extreme(args, kwargs) or is_observed(func, args, kwargs)):
             self.saw.add("extremes")
             if self.rules.extremes:
-                return self._extreme(func, func(*args, **kwargs))
+                return extreme_of(func, func(*args, **kwargs), partial(self._of_batch, adds_up=False))
         if (self._record or self.rules.loads) and func in LOADS and is_load(func, args, kwargs):
             place, own = call_site(), func(*args, **kwargs)
             self.load_shapes.setdefault(place, set()).add(own.shape)
@@ -244,7 +248,7 @@ class GlobalReduction(OwnDevice):
             count = weight.detach().sum()
         else:
             count = values.shape[0] if reduction == "batchmean" else values.numel()
-        share = self._share(values.sum(dtype=_summed_in(values)), count)
+        share = self._share(values.sum(dtype=summed_in(values)), count)
         return share if share.dtype is values.dtype else self._rounded(share, values.dtype)
 
     def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
@@ -270,7 +274,7 @@ class GlobalReduction(OwnDevice):
         if place in self.rules.constants:
             of_batch, own = self._add_up(count), value.sum(dims, keepdim=keepdim, dtype=torch.float64)
             return (self._of_batch(own, adds_up=True) / of_batch).to(dtype or value.dtype)
-        total = value.sum(dims, keepdim=keepdim, dtype=dtype or _summed_in(value))
+        total = value.sum(dims, keepdim=keepdim, dtype=dtype or summed_in(value))
         share, dtype = self._share(total, count), dtype or value.dtype
         return share if share.dtype is dtype else self._rounded(share, dtype)
 
@@ -326,16 +330,6 @@ class GlobalReduction(OwnDevice):
     def _largest(self, own: int) -> int:
         """Returns the largest of a number that each worker's rows have; `own` is that of these rows. A site."""
         return int(self._of_batch(torch.full((), own, dtype=torch.float64, device=self.device), adds_up=False))
-
-    def _extreme(self, func: Callable[..., Any], own: Any) -> Any:
-        """Returns the largest or smallest numbers of the batch, given those of these rows. A site."""
-        if isinstance(own, Tensor) and not own.is_floating_point():
-            sign = -1 if func in SMALLEST else 1
-            return torch.full_like(own, sign * self._largest(sign * int(own)))
-        low, high = (own, own) if isinstance(own, Tensor) else own
-        both = self._of_batch(torch.stack([-low, high]).to(torch.float64), adds_up=False).to(high.device, high.dtype)
-        found = -both[0], both[1]
-        return found[func not in SMALLEST] if isinstance(own, Tensor) else torch.return_types.aminmax(found)
 
     def _load_of(self, own: Tensor) -> Tensor:
         """Returns the loads of experts over the batch; `own` are those of these rows. A site. See [Note: loads]."""
@@ -395,6 +389,10 @@ class GlobalReduction(OwnDevice):
             raise Diverged("rows decide what the forward draws, or whether it raises an error")
 
 
-def _summed_in(values: Tensor) -> torch.dtype | None:
-    """Returns the dtype in which numbers are summed for a mean, which PyTorch rounds once; None for their own."""
-    return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None
+def call_site() -> int:
+    """Returns a number below 2^32 for the call outside of PyTorch that is being executed: of its function, its line and
+    its place there, since its file may lie elsewhere on another host."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
+        frame = frame.f_back
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())

@@ -39,6 +39,7 @@ PADS = torch._VF._pad_packed_sequence  # what `torch.nn.utils.rnn.pad_packed_seq
 SMALLEST = {torch.min, Tensor.min, torch.amin, Tensor.amin}
 BOTH = {torch.aminmax, Tensor.aminmax}
 EXTREMES = {torch.max, Tensor.max, torch.amax, Tensor.amax} | SMALLEST
+OBSERVED = EXTREMES | BOTH
 OBSERVES: Any = torch.fused_moving_avg_obs_fake_quant
 """Quantizes, and has the extremes of its input in running ones."""
 EMBEDS = frozenset({F.embedding, F.embedding_bag})
@@ -61,9 +62,7 @@ def is_observed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
     """Says whether maxima or minima are those of all fractions in a tensor, or of each channel, without a gradient:
     what an observer of a quantization sees. Parameters are on every worker."""
     value = args[0] if args else kwargs.get("input")
-    if not (func in EXTREMES or func in BOTH) or not isinstance(value, Tensor):
-        return False
-    if not value.is_floating_point() or value.ndim == 0:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0:
         return False
     if isinstance(value, nn.Parameter) or (value.requires_grad and torch.is_grad_enabled()):
         return False
@@ -100,3 +99,8 @@ def takes_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
     return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))
+
+
+def summed_in(values: Tensor) -> torch.dtype | None:
+    """Returns the dtype in which numbers are summed for a mean, which PyTorch rounds once; None for their own."""
+    return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None

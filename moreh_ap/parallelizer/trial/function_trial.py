@@ -196,8 +196,8 @@ class Trial:
         doubles: list[Double | None] = []
         for leaf, double in zip(self._leaves, self._doubles, strict=True):
             placement = None if double is None else double.placement
-            is_cut = isinstance(placement, Rows) and not self._shift
-            doubles.append(cut(leaf, placement, self._rows) if is_cut else double)
+            known = placement if isinstance(placement, Rows) and not self._shift else None
+            doubles.append(double if known is None else cut(leaf, known, self._rows))
         return doubles
 
     def _step(self, adds_up: bool, for_all: bool, found: Sequence[Double]) -> Step:
