@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MinMaxObserver, MovingAverageMinMaxObserver
+from torch.nn.utils.rnn import pack_sequence
 
 
 @pytest.fixture(params=["replicate=2", pytest.param("shard=2", marks=pytest.mark.rotating)], autouse=True)
@@ -193,6 +194,20 @@ def test_entries_that_are_numbered_through_the_batch_are_those_of_a_workers_rows
         return trace, [parameter.grad for parameter in model.parameters()]
 
     assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+
+
+def test_a_packed_sequence_that_a_model_returns_has_the_rows_of_all_workers():
+    def script(device):
+        model, trace = nn.GRU(8, 6).to(device), []
+        for lengths in ((4, 2, 5, 3, 1), (2, 6, 3)):
+            torch.manual_seed(0)
+            packed = pack_sequence([torch.randn(length, 8) for length in lengths], enforce_sorted=False).to(device)
+            outputs, states = model(packed)
+            (outputs.data.square().mean() + states.abs().mean()).backward()
+            trace += [outputs.data.detach(), states.detach()]
+        return trace, [parameter.grad for parameter in model.parameters()]
+
+    assert_same(*on_both(script))
 
 
 class Forces(nn.Module):
