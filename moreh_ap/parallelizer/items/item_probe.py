@@ -118,7 +118,7 @@ class ItemProbe(JoinedProbe):
         Raises:
             Refused: The items draw in a way that is not known.
         """
-        chosen = self._chosen
+        chosen = self.chosen
         number = len(chosen) // 2
         first, others = chosen[:number], chosen[number:]
         whole = self._note(chosen).places
@@ -167,7 +167,7 @@ class ItemProbe(JoinedProbe):
         return [sum(sizes) for sizes in zip(*shapes)]
 
     def compare_outputs(self) -> None:
-        common = self._run(self._chosen, ItemRecorder(self.call.device))
+        common = self._run(self.chosen, ItemRecorder(self.call.device))
         names = names_of(common)
         if common.gathered:
             raise Refused(f"attribute {common.gathered[0]} gathers what it sees of the rows")
@@ -186,7 +186,7 @@ class ItemProbe(JoinedProbe):
             parts = [part for (part,) in gathered([own], axis)]
         items = [
             stop - start
-            for start, stop in (row_range(rank, axis.size, len(self._chosen)) for rank in (range(axis.size)))
+            for start, stop in (row_range(rank, axis.size, len(self.chosen)) for rank in (range(axis.size)))
         ]
         tolerance = max((self._tolerance_of(index) for index in range(len(common.outputs))), default=self._tolerance)
         self.rules = replace(self.rules, merge=find_merge(whole, parts, items, tolerance))
@@ -224,7 +224,7 @@ class ItemProbe(JoinedProbe):
             mark=call.random.position(),
             meets_failed=call.meets_failed,
         )
-        return self._run(self._chosen, reduction, mode="split", kinds=())
+        return self._run(self.chosen, reduction, mode="split", kinds=())
 
     def _find_rounding(self, common: Any) -> None:
         if "statistics" in self.saw:
@@ -236,7 +236,7 @@ class ItemProbe(JoinedProbe):
     def _refuse_what_fails_alone(self, lengths: Sequence[Tensor]) -> None:
         """Runs each worker's items without the others: an error in a shared run would leave those waiting for it."""
         call, axis = self.call, self.call.axis
-        own = self._chosen[slice(*row_range(axis.rank, axis.size, len(self._chosen)))]
+        own = self.chosen[slice(*row_range(axis.rank, axis.size, len(self.chosen)))]
         recorder = ItemRecorder(call.device, counts=self._counts, leaves_out_statistics=True)
         with record_block_order(call.module) as way:
             reason = attempt(lambda: self._forward(own, recorder), call.module)

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils import _pytree as pytree
 
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.protocol.pytree import flatten, pickle_treespec, unpickle_treespec
 
 NODE, ITEMS, ROWS, ITEM_ROWS, SHARE, SAME = "node", "items", "rows", "item rows", "share", "same"
+PACKED = "packed"
 
 
 @dataclass(frozen=True)
@@ -25,19 +27,27 @@ class Merge:
     """How a part of the workers' results goes together.
 
     Attributes:
-        kind: `ITEMS`, a list or tuple with an entry for each item; `ROWS`, tensors that follow each other along dim 0;
-            `ITEM_ROWS`, such tensors with a row for each item;
+        kind: `ITEMS`, a list or tuple with an entry for each item; `ROWS`, tensors that follow each other along a dim;
+            `ITEM_ROWS`, such tensors with a row for each item along dim 0; `PACKED`, a packed sequence;
             `SHARE`, summands; `SAME` on every worker; `NODE`, something with parts.
         parts: Of a node.
+        dim: Along which rows follow each other.
     """
 
     kind: str
     parts: tuple[Merge, ...] = ()
+    dim: int = 0
 
 
 def parts_of(value: Any) -> tuple[list[Any], Any]:
     """Returns the parts of a result, one level deep, and what puts them together; of a leaf itself."""
     return pytree.tree_flatten(value, is_leaf=lambda inside: inside is not value)
+
+
+def packed_together(parts: Sequence[PackedSequence]) -> PackedSequence:
+    """Returns the sequences of several packed ones, packed in the same way."""
+    sequences = [sequence for part in parts for sequence in unpack_sequence(part)]
+    return pack_sequence(sequences, enforce_sorted=parts[0].sorted_indices is None)
 
 
 class TogetherWith:
@@ -71,6 +81,10 @@ class TogetherWith:
             if type(value) not in (list, tuple) or len(value) != items:
                 self.problem = "items decide how the result nests"
             self._travels.append(value)
+        elif merge.kind == PACKED:
+            if not isinstance(value, PackedSequence) or int(value.batch_sizes[0]) != items:
+                self.problem = "items decide how the result nests"
+            self._travels.append(value)
         elif merge.kind in (ROWS, ITEM_ROWS):
             if not isinstance(value, Tensor) or not value.ndim:
                 self.problem = "items decide how the result nests"
@@ -96,11 +110,13 @@ class TogetherWith:
             if merge.kind == ITEM_ROWS and self._stays(merge, value):
                 kinds.append("rows")
                 return value
-            if merge.kind in (ITEMS, ROWS, ITEM_ROWS):
+            if merge.kind in (ITEMS, ROWS, ITEM_ROWS, PACKED):
                 number = next(left)
                 all_parts = [of_worker[number] for of_worker in everyone]
-                is_list = merge.kind == ITEMS
-                value = type(value)(one for part in all_parts for one in part) if is_list else torch.cat(all_parts)
+                if merge.kind == ITEMS:
+                    value = type(value)(one for part in all_parts for one in part)
+                else:
+                    value = packed_together(all_parts) if merge.kind == PACKED else torch.cat(all_parts, merge.dim)
             is_share = merge.kind == SHARE
             leaves, _ = flatten(value)
             kinds.extend("share" if is_share else "same" if isinstance(one, Tensor) else "const" for one in leaves)

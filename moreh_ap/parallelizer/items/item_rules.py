@@ -13,10 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from moreh_ap.parallelizer.items.item_recorder import Noted, Total
 from moreh_ap.parallelizer.items.item_reduction import LARGEST, OWN, PER_ITEM, SUM, ItemRules, Place
-from moreh_ap.parallelizer.items.item_results import ITEM_ROWS, ITEMS, NODE, ROWS, SAME, SHARE, Merge, parts_of
+from moreh_ap.parallelizer.items.item_results import (
+    ITEM_ROWS,
+    ITEMS,
+    NODE,
+    PACKED,
+    ROWS,
+    SAME,
+    SHARE,
+    Merge,
+    packed_together,
+    parts_of,
+)
 from moreh_ap.parallelizer.rng.draw_recording import Drawn
 from moreh_ap.parallelizer.rng.row_stream import Round
 from moreh_ap.parallelizer.rng.shared_draws import Draw, Rows
@@ -185,9 +197,13 @@ def find_merge(whole: Any, parts: Sequence[Any], items: Sequence[int], tolerance
         for one, other in zip(whole, alike, strict=True):
             _check_equal(one, other, tolerance)
         return Merge(ITEMS)
+    if isinstance(whole, PackedSequence) and all(isinstance(part, PackedSequence) for part in parts):
+        _check_equal(whole, packed_together(parts), tolerance)
+        return Merge(PACKED)
     inside, spec = parts_of(whole)
     if spec.is_leaf():
-        return Merge(_kind_of_leaf(whole, parts, items, tolerance))
+        dim = _dim_of_rows(whole, parts, tolerance)
+        return Merge(ROWS, dim=dim) if dim else Merge(_kind_of_leaf(whole, parts, items, tolerance))
     insides = [parts_of(part) for part in parts]
     if any(other != spec for _, other in insides):
         raise Refused("the result of some items nests differently from that of all")
@@ -202,6 +218,18 @@ def find_merge(whole: Any, parts: Sequence[Any], items: Sequence[int], tolerance
 
 def _is_listed(value: Any, items: int) -> bool:
     return type(value) in (list, tuple) and len(value) == items
+
+
+def _dim_of_rows(whole: Any, parts: Sequence[Any], tolerance: float) -> int:
+    """Returns along which dim but the first the parts follow each other; 0 for none."""
+    if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) and part.ndim == whole.ndim for part in parts):
+        return 0
+    for dim in range(1, whole.ndim):
+        others = [[size for at, size in enumerate(part.shape) if at != dim] for part in (whole, *parts)]
+        is_sum = sum(part.shape[dim] for part in parts) == whole.shape[dim]
+        if is_sum and others.count(others[0]) == len(others) and close(torch.cat(list(parts), dim), whole, tolerance):
+            return dim
+    return 0
 
 
 def _kind_of_leaf(whole: Any, parts: Sequence[Any], items: Sequence[int], tolerance: float) -> str:

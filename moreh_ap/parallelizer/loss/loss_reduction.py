@@ -20,7 +20,8 @@ transformers takes one to find packed sequences, in batches of one row only.
 ``pad_packed_sequence`` without ``total_length`` pads to the longest sequence that was packed: on one device the longest
 of the batch. So workers take the largest of theirs, which is a site too; it counts nothing. A forward may also make a
 mask of that size itself, `torch.arange(lengths.max())`: where the split check fails with the largest whole number of a
-worker's rows and passes with that of all rows, such numbers, and the smallest ones, are those of the batch.
+worker's rows and passes with that of all rows, such numbers, and the smallest ones, are those of the batch. So are
+those of fractions without a gradient, which observers of a quantization take.
 
 [Note: loads]
 A mixture of experts may leave out experts that no row goes to. With dropout in them, workers draw for the rows of all,
@@ -50,6 +51,7 @@ import math
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -59,21 +61,23 @@ from torch import Tensor
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.loss.extremes import extreme_of
 from moreh_ap.parallelizer.loss.loss_targets import count_targets, is_count
 from moreh_ap.parallelizer.loss.mean_functions import (
     CLASS_LOSSES,
     COUNTS,
     ELEMENT_LOSSES,
-    EXTREMES,
     LOADS,
     MEANS,
     NORMALISES,
+    OBSERVED,
     PADS,
-    SMALLEST,
     WEIGHTED_MEANS,
     is_constant,
     is_extreme,
     is_load,
+    is_observed,
+    summed_in,
     takes_statistics,
 )
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
@@ -88,7 +92,7 @@ _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
 _CHANGED = {PADS, Tensor.cuda, Tensor.to}.union(
-    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, EXTREMES, LOADS
+    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, OBSERVED, LOADS
 )
 """Functions that are other ones while the mode is active, or may be. Calls of all others are to lose no time here."""
 _signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
@@ -196,11 +200,10 @@ class GlobalReduction(OwnDevice):
             if self.rules.counts:
                 local = func(*args, **kwargs)
                 return self._add_up(local).to(local.device, local.dtype)
-        if func in EXTREMES and is_extreme(args, kwargs):
+        if func in OBSERVED and (is_extreme(args, kwargs) or is_observed(func, args, kwargs)):
             self.saw.add("extremes")
             if self.rules.extremes:
-                own, sign = func(*args), -1 if func in SMALLEST else 1
-                return torch.full_like(own, sign * self._largest(sign * int(own)))
+                return extreme_of(func, func(*args, **kwargs), partial(self._of_batch, adds_up=False))
         if (self._record or self.rules.loads) and func in LOADS and is_load(func, args, kwargs):
             place, own = call_site(), func(*args, **kwargs)
             self.load_shapes.setdefault(place, set()).add(own.shape)
@@ -245,7 +248,7 @@ class GlobalReduction(OwnDevice):
             count = weight.detach().sum()
         else:
             count = values.shape[0] if reduction == "batchmean" else values.numel()
-        share = self._share(values.sum(dtype=_summed_in(values)), count)
+        share = self._share(values.sum(dtype=summed_in(values)), count)
         return share if share.dtype is values.dtype else self._rounded(share, values.dtype)
 
     def _evaluate(self, func: Callable[..., Any], call: inspect.BoundArguments) -> Tensor:
@@ -271,7 +274,7 @@ class GlobalReduction(OwnDevice):
         if place in self.rules.constants:
             of_batch, own = self._add_up(count), value.sum(dims, keepdim=keepdim, dtype=torch.float64)
             return (self._of_batch(own, adds_up=True) / of_batch).to(dtype or value.dtype)
-        total = value.sum(dims, keepdim=keepdim, dtype=dtype or _summed_in(value))
+        total = value.sum(dims, keepdim=keepdim, dtype=dtype or summed_in(value))
         share, dtype = self._share(total, count), dtype or value.dtype
         return share if share.dtype is dtype else self._rounded(share, dtype)
 
@@ -393,8 +396,3 @@ def call_site() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
         frame = frame.f_back
     return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())
-
-
-def _summed_in(values: Tensor) -> torch.dtype | None:
-    """Returns the dtype in which numbers are summed for a mean, which PyTorch rounds once; None for their own."""
-    return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 CLASS_LOSSES = {F.cross_entropy, F.nll_loss}
 ELEMENT_LOSSES = {
@@ -37,9 +37,13 @@ MEANS = {torch.mean, Tensor.mean}
 COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}
 PADS = torch._VF._pad_packed_sequence  # what `torch.nn.utils.rnn.pad_packed_sequence` calls
 SMALLEST = {torch.min, Tensor.min, torch.amin, Tensor.amin}
+BOTH = {torch.aminmax, Tensor.aminmax}
 EXTREMES = {torch.max, Tensor.max, torch.amax, Tensor.amax} | SMALLEST
+OBSERVED = EXTREMES | BOTH
+OBSERVES: Any = torch.fused_moving_avg_obs_fake_quant
+"""Quantizes, and has the extremes of its input in running ones."""
 EMBEDS = frozenset({F.embedding, F.embedding_bag})
-NORMALISES = EMBEDS | {F.batch_norm, F.instance_norm}
+NORMALISES = EMBEDS | {F.batch_norm, F.instance_norm, OBSERVES}
 """Functions that may take something of all rows; see `takes_statistics`."""
 _SUMS, _ANY = {torch.sum, Tensor.sum}, {torch.any, Tensor.any}
 LOADS = _SUMS | _ANY
@@ -52,6 +56,17 @@ def is_extreme(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not isinstance(value, Tensor) or value.ndim == 0 or value.dtype is torch.bool:
         return False
     return not value.is_floating_point() and not value.is_complex()
+
+
+def is_observed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether maxima or minima are those of all fractions in a tensor, or of each channel, without a gradient:
+    what an observer of a quantization sees. Parameters are on every worker."""
+    value = args[0] if args else kwargs.get("input")
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.ndim == 0:
+        return False
+    if isinstance(value, nn.Parameter) or (value.requires_grad and torch.is_grad_enabled()):
+        return False
+    return func in BOTH or (len(args) == 1 and not kwargs)
 
 
 def is_constant(value: Tensor) -> bool:
@@ -78,7 +93,14 @@ def takes_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     an embedding it renormalises."""
     if func in EMBEDS:
         return kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None
+    if func is OBSERVES:
+        return not isinstance(args[0], nn.Parameter) and (args[1].device.type == "cuda" or bool(args[1]))
     if func is F.batch_norm:
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
     return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))
+
+
+def summed_in(values: Tensor) -> torch.dtype | None:
+    """Returns the dtype in which numbers are summed for a mean, which PyTorch rounds once; None for their own."""
+    return torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else None

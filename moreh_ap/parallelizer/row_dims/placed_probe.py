@@ -45,7 +45,7 @@ class _Placing(Probe):
             if refused is not None:
                 raise refused
             return kind
-        each = len(self._chosen) // len(singles)
+        each = len(self.chosen) // len(singles)
         along = find_rows(leaf, singles, each, lambda one: close(one, leaf, self._tolerance_of(index)))
         if along is None:
             raise refused or Refused(f"where {name} has its rows is not clear")
@@ -53,7 +53,7 @@ class _Placing(Probe):
         return "same"
 
     def _share_of(self, position: int, number: int) -> list[Tensor | None]:
-        shares, each = super()._share_of(position, number), len(self._chosen) // number
+        shares, each = super()._share_of(position, number), len(self.chosen) // number
         for index, along in self.places.items():
             weight = self._weights[index]
             if weight is not None:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
-from moreh_ap.parallelizer.loss.mean_functions import EMBEDS, NORMALISES, takes_statistics
+from moreh_ap.parallelizer.loss.mean_functions import EMBEDS, NORMALISES, OBSERVES, takes_statistics
 from moreh_ap.parallelizer.mesh import Axis
 from moreh_ap.parallelizer.statistics.batch_parts import BatchParts
 from moreh_ap.parallelizer.statistics.embedding_norms import with_norms_of_batch
@@ -69,6 +69,8 @@ class JoinedReduction(GlobalReduction):
         if takes and func in EMBEDS:
             call = with_norms_of_batch(func, args, kwargs or {}, self.axis)
             return func(*call.args, **call.kwargs)
+        if takes and func is OBSERVES:
+            return observe(self.axis, *args, **(kwargs or {}))
         if func is F.batch_norm:
             call = _BATCH_NORM.bind(*args, **(kwargs or {}))
             call.apply_defaults()
@@ -114,6 +116,29 @@ def batch_norm(axis: Axis, given: dict[str, Any]) -> Tensor:
     return _Normalise.apply(x, given["weight"], given["bias"], mean_C, var_C, count, given["eps"], axis)
 
 
+def observe(axis: Axis, x: Tensor, observes: Tensor, *others: Any) -> Tensor:
+    """Returns what `torch.fused_moving_avg_obs_fake_quant` gives for this worker's rows; the running extremes in its
+    arguments become those of one device.
+
+    The function gets the extremes of all workers behind the rows, as values of their own.
+
+    Args:
+        axis: The workers that share the batch. A collective of all of them.
+        x: The rows, of any shape.
+        observes: See the function, as of all other arguments.
+    """
+    *others_before, channel_dim, has_channels, is_symmetric = others
+    values_CN = x.movedim(channel_dim, 0) if has_channels else x.unsqueeze(0)
+    values_CN, shape = values_CN.flatten(1), values_CN.shape
+    low_C, high_C = torch.aminmax(values_CN.detach(), dim=1)
+    low_WC, high_WC = _gather(torch.stack([low_C, high_C]), axis).unbind(1)
+    extremes_C2 = torch.stack([low_WC.amin(0), high_WC.amax(0)], dim=1)
+    all_CN = torch.cat([values_CN, extremes_C2], dim=1)
+    result_CN = OBSERVES(all_CN, observes, *others_before, 0 if has_channels else -1, has_channels, is_symmetric)
+    result = result_CN[:, :-2].reshape(shape)
+    return result.movedim(0, channel_dim) if has_channels else result.squeeze(0)
+
+
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the number of elements a channel, their mean and their variance, over all workers, in float64."""
     channels, count = x.shape[1], x.numel() // max(1, x.shape[1])
@@ -134,7 +159,7 @@ def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
 def _gather(own: Tensor, axis: Axis) -> Tensor:
     """Returns the workers' tensors, one a row, in rank order."""
     all_WN = own.new_empty(axis.size * own.numel())
-    all_gather(all_WN, own.contiguous(), group=axis.group)
+    all_gather(all_WN, own.flatten(), group=axis.group)
     return all_WN.view(axis.size, *own.shape)
 
 

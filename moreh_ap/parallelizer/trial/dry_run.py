@@ -232,3 +232,16 @@ class PaddedAlike(GlobalReduction):
 def may_pad(module: nn.Module) -> bool:
     """Says whether a model may pad packed sequences: it has a recurrent layer."""
     return any(isinstance(submodule, nn.RNNBase) for submodule in module.modules())
+
+
+def refuse_states_of_others(name: str, args: tuple[Any, ...]) -> None:
+    """Raises where a recurrent function gets states of another number of rows than its input: modules check that, the
+    function itself writes where it must not."""
+    if name not in RECURRENT:
+        return
+    given, is_packed = args[0], isinstance(args[1], Tensor) and args[1].ndim == 1
+    states = args[2] if is_packed else args[1]
+    rows = int(args[1][0]) if is_packed else given.shape[0 if args[-1] else 1]
+    for state in (states,) if isinstance(states, Tensor) else states:
+        if state.ndim != 3 or state.shape[1] != rows:
+            raise ValueError(f"{name} gets states of another number of rows")

@@ -25,9 +25,19 @@ from torch import Tensor
 
 from moreh_ap.parallelizer.data.row_gathering import has_first_rows
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
-from moreh_ap.parallelizer.loss.mean_functions import takes_statistics
+from moreh_ap.parallelizer.loss.mean_functions import OBSERVES, takes_statistics
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
-from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves, names, tensors_of
+from moreh_ap.parallelizer.observation.row_functions import (
+    ADDED_TO,
+    ADDING,
+    DRAWS,
+    LINEAR,
+    REORDERS,
+    SCALING,
+    SUMS,
+    WRITING,
+)
+from moreh_ap.parallelizer.observation.torch_calls import leaves_of, map_leaves, tensors_of
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.routed_rows import drawn_in_turn
 from moreh_ap.parallelizer.rng.shared_draws import Draw
@@ -37,47 +47,18 @@ from moreh_ap.parallelizer.row_dims.read_numbers import ReadNumbers, why_rows_me
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
-from moreh_ap.parallelizer.trial.dry_run import RECURRENT, Refused
+from moreh_ap.parallelizer.trial.dry_run import Refused, refuse_states_of_others
 from moreh_ap.parallelizer.trial.row_comparison import check_denominators, close
-
-_SUMS = names(
-    "sum nansum mean einsum matmul __matmul__ __rmatmul__ mm bmm mv dot tensordot addmm linear trace",
-    "bincount histc count_nonzero scatter_add scatter_add_ index_add index_add_",
-    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div",
-    "binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss soft_margin_loss margin_ranking_loss",
-    "hinge_embedding_loss cosine_embedding_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss",
-    "multilabel_soft_margin_loss",
-)
-"""Functions whose results for slices of rows may be summands of the one for all rows."""
-_LINEAR = names(
-    "add __add__ __radd__ __iadd__ add_ sub __sub__ neg __neg__ mul __mul__ __rmul__ div __truediv__ true_divide",
-    "stack cat sum view reshape unsqueeze squeeze to float double clone contiguous __getitem__ unbind detach",
-)
-"""Functions that give summands for summands."""
-_ADDING = names("add __add__ __radd__ __iadd__ add_ sub __sub__")
-_SCALING = names("mul __mul__ __rmul__ div __truediv__ true_divide")
-_ADDED_TO = dict.fromkeys(names("addmm scatter_add scatter_add_ index_add index_add_"), 0) | {"linear": 2}
-"""Of functions that add what rows give to a tensor: its position. Each worker would add it."""
-DRAWS = names(
-    "rand randn randint randperm rand_like randn_like randint_like normal normal_ uniform_ bernoulli bernoulli_",
-    "multinomial poisson exponential_ random_ dropout dropout_ dropout1d dropout2d dropout3d feature_dropout",
-    "_sample_dirichlet _standard_gamma alpha_dropout feature_alpha_dropout",
-)
-_REORDERS = (
-    names("argsort flip flipud roll cumsum cumprod logcumsumexp"),
-    names("__getitem__ index_select take_along_dim gather"),
-)
-"""Functions that put rows into another order, or give each what those before it add to it, by themselves or by indices
-that have rows. A worker keeps as many."""
-_WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 
 @dataclass(frozen=True)
 class Double:
-    """The tensors that two workers have in place of one."""
+    """The tensors that two workers have in place of one. Where it numbers entries of rows, those of the second worker
+    begin `shift` lower; see `own_entries.py`."""
 
     placement: Placement
     slices: tuple[Tensor, Tensor]
+    shift: int = 0
 
 
 class Trial:
@@ -114,9 +95,10 @@ class Trial:
         self._doubles, self._made = doubles, made
         self._follows, self._tolerance, self._within = follows, tolerance, within
         self._mutates = self._kwargs.get("out") is not None or (name.endswith("_") and not name.endswith("__"))
-        self._mutates = self._mutates or name in _WRITING
+        self._mutates = self._mutates or name in WRITING
         placements = [double.placement for double in doubles if double is not None]
         self._has_rows = any(isinstance(one, Rows) for one in placements)
+        self._shift = max((double.shift for double in doubles if double is not None), default=0)
         self._shares = [double for double in doubles if double is not None and double.placement == SHARE]
         self.takes_means = has_first_rows(placements)
         self._adds_to_more = self._adds_to_one_device_s()
@@ -125,7 +107,7 @@ class Trial:
         """Returns the step of a module that works row by row, and what its results are; None if rows meet in it, or it
         takes means of what every worker has. Every call draws for its rows; the streams are left as they were."""
         (rules, draws), total = self._within, sum(self._rows)
-        device, drawing = self._device if self._device.type == "cuda" else None, drawn_in_turn(draws, total)
+        device, drawing = self._cuda(), drawn_in_turn(draws, total)
         recording = GlobalReduction(self._device, record=True, rules=rules) if self.takes_means else nullcontext()
         with streams_untouched(device), recording as full, ReadNumbers() as together, drawing(0, total):
             args, kwargs = map_leaves(lambda leaf: leaf, (self._args, self._kwargs))  # a module may add to a dict
@@ -162,13 +144,18 @@ class Trial:
 
     def decide(self) -> tuple[Step, Any, Sequence[Double | None]]:
         """Returns the step, the result for all rows, and what two workers have in place of its tensors."""
-        if self._func is F.batch_norm and takes_statistics(self._func, self._args, self._kwargs):
+        if self._func in (F.batch_norm, OBSERVES) and takes_statistics(self._func, self._args, self._kwargs):
             return self._normalise()
         if self._name in DRAWS or self._name == "empty_like":  # what is in the memory of the latter says nothing
             return self._draw()
         before = self._cloned() if self._mutates else (self._args, self._kwargs)
         full = GlobalReduction(self._device, record=True)
-        result = self._call(full, self._args, self._kwargs)
+        states = self._states()
+        with streams_untouched(self._cuda()):
+            result = self._call(full, self._args, self._kwargs)
+            draws = not all(map(torch.equal, states, self._states()))
+        if draws:
+            return self._draw_inside()
         wanted = [leaf.detach() for leaf in self._outcome(result, self._args)]
         for _ in range(2):
             for adds_up, for_all in self._ways() if wanted else ():
@@ -178,6 +165,8 @@ class Trial:
             if not self._has_rows or self._mutates:
                 break
             self._doubles = self._cut_again()
+        if self._shift:
+            raise Refused(f"{self._name} gets numbers of entries, and rows depend on each other")
         written = self._doubles[0] if self._mutates else None
         if written is not None and written.placement != SHARE:
             raise Refused(f"{self._name} writes to rows what depends on others")
@@ -191,12 +180,12 @@ class Trial:
         """Returns where a result has rows that are those of the first argument in another order; None if it has not."""
         pairs = zip(self._leaves, self._doubles, strict=True)
         tensors, given = zip(*((leaf, double) for leaf, double in pairs if isinstance(leaf, Tensor)), strict=True)
-        is_index = self._name in _REORDERS[1] and any(
+        is_index = self._name in REORDERS[1] and any(
             double is not None and isinstance(double.placement, Rows) and double.slices[0].dtype == torch.int64
             for double in given[1:]
         )
         first = None if given[0] is None else given[0].placement
-        if not (is_index or self._name in _REORDERS[0]) or len(wanted) != 1 or not isinstance(first, Rows):
+        if not (is_index or self._name in REORDERS[0]) or len(wanted) != 1 or not isinstance(first, Rows):
             return None
         has_as_many = first.dim < wanted[0].ndim and wanted[0].shape[first.dim] == tensors[0].shape[first.dim]
         return first if has_as_many else None
@@ -207,7 +196,8 @@ class Trial:
         doubles: list[Double | None] = []
         for leaf, double in zip(self._leaves, self._doubles, strict=True):
             placement = None if double is None else double.placement
-            doubles.append(cut(leaf, placement, self._rows) if isinstance(placement, Rows) else double)
+            known = placement if isinstance(placement, Rows) and not self._shift else None
+            doubles.append(double if known is None else cut(leaf, known, self._rows))
         return doubles
 
     def _step(self, adds_up: bool, for_all: bool, found: Sequence[Double]) -> Step:
@@ -233,14 +223,14 @@ class Trial:
         alone = all(double is not None and double.placement == SHARE for double in tensors)
         numbers = [leaf for leaf in leaves_of(self._args) if isinstance(leaf, (int, float, complex))]
         is_scaled = len(numbers) == 1 and "rounding_mode" not in self._kwargs
-        if (self._name in _ADDING and any(numbers)) or (self._name in _SCALING and not is_scaled):
+        if (self._name in ADDING and any(numbers)) or (self._name in SCALING and not is_scaled):
             return False  # each worker would add the number; a product of sums is not the sum of products
         slices = [one for share in self._shares for one in share.slices]
-        return alone and self._name in _LINEAR and all(bool(one.any()) for one in slices)
+        return alone and self._name in LINEAR and all(bool(one.any()) for one in slices)
 
     def _adds_to_one_device_s(self) -> bool:
         """Says whether the function adds to a tensor of one device that may be another than zero in a later call."""
-        position, args, kwargs = _ADDED_TO.get(self._name), self._args, self._kwargs
+        position, args, kwargs = ADDED_TO.get(self._name), self._args, self._kwargs
         if position is None:
             return False
         given = args[position] if position < len(args) else kwargs.get("bias", kwargs.get("input"))
@@ -268,7 +258,7 @@ class Trial:
             try:
                 with torch.no_grad():
                     args, kwargs = self._slice_of(before, which, adds_up, for_all)
-                    _refuse_states_of_others(self._name, args)
+                    refuse_states_of_others(self._name, args)
                     results.append(self._outcome(self._call(reduction, args, kwargs), args))
             except Exception:  # whatever the function raises for such slices: it does not work on them
                 break
@@ -284,10 +274,12 @@ class Trial:
             return None
         found: list[Double] = []
         for leaf, first, second in zip(wanted, *results, strict=True):
-            placement = self._placement(leaf, first, second)
+            placement, shift = self._placement(leaf, first, second), 0
+            if placement is None and self._shift and leaf.dtype in (torch.int32, torch.int64):
+                placement, shift = self._placement(leaf, first, second + self._shift), self._shift
             if placement is None:
                 return None
-            found.append(Double(placement, (first, second)))
+            found.append(Double(placement, (first, second), shift))
         return found
 
     def _slice_of(self, before: Any, which: int, adds_up: bool, for_all: bool) -> Any:
@@ -312,8 +304,8 @@ class Trial:
             rows = _find_rows(full, first, second, self._rows, self._tolerance)
             if rows is not None:
                 return rows
-        is_linear = self._name in _LINEAR and bool(self._shares) and not self._has_rows
-        sums = is_linear or (self._name in _SUMS and not self._adds_to_more)
+        is_linear = self._name in LINEAR and bool(self._shares) and not self._has_rows
+        sums = is_linear or (self._name in SUMS and not self._adds_to_more)
         sums = sums and full.shape == first.shape == second.shape and full.dtype != torch.bool
         return SHARE if sums and close(first + second, full, self._tolerance) else None
 
@@ -329,6 +321,22 @@ class Trial:
                 written.copy_(part)
             found = double
         return Step(self._name, results=(double.placement,)), result, [found]
+
+    def _draw_inside(self) -> tuple[Step, Any, Sequence[Double | None]]:
+        """A function that draws and does something with it (`gumbel_softmax`): each worker draws for its own rows."""
+        learned = None if self._mutates else self.decide_on_module()
+        if learned is None:
+            raise Refused(f"what {self._name} draws depends on several rows")
+        step, found = learned
+        return step, self._func(*self._args, **self._kwargs), found
+
+    def _cuda(self) -> torch.device | None:
+        return self._device if self._device.type == "cuda" else None
+
+    def _states(self) -> list[Tensor]:
+        """Returns the states of the streams."""
+        states, device = [torch.get_rng_state()], self._cuda()
+        return states if device is None else [*states, torch.cuda.get_rng_state(device)]
 
     def _normalise(self) -> tuple[Step, Any, Sequence[Double | None]]:
         """Batch normalisation has statistics of all workers' rows: what it gives has the rows that its input has."""
@@ -357,19 +365,6 @@ def cut(tensor: Tensor, placement: Rows, rows: tuple[int, int]) -> Double:
     with torch.no_grad():
         slices = [placement.narrow(tensor, total, *span).clone() for span in ((0, first), (first, total))]
     return Double(placement, (slices[0], slices[1]))
-
-
-def _refuse_states_of_others(name: str, args: tuple[Any, ...]) -> None:
-    """Raises where a recurrent function gets states of another number of rows than its input: modules check that, the
-    function itself writes where it must not."""
-    if name not in RECURRENT:
-        return
-    given, is_packed = args[0], isinstance(args[1], Tensor) and args[1].ndim == 1
-    states = args[2] if is_packed else args[1]
-    rows = int(args[1][0]) if is_packed else given.shape[0 if args[-1] else 1]
-    for state in (states,) if isinstance(states, Tensor) else states:
-        if state.ndim != 3 or state.shape[1] != rows:
-            raise ValueError(f"{name} gets states of another number of rows")
 
 
 def _clone(leaf: Any) -> Any:

@@ -22,6 +22,7 @@ from moreh_ap.parallelizer.observation.module_calls import OF_MODULES
 from moreh_ap.parallelizer.observation.recorded_calls import Called, NumberRecorder
 from moreh_ap.parallelizer.rng.policy import NUM_OTHER_STREAMS, Drawing, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import have_several
+from moreh_ap.parallelizer.row_dims.own_entries import OwnEntries
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import REST, SHARE, Gathering, Step, in_any_order
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
@@ -146,8 +147,8 @@ class GatheringProbe(JoinedProbe):
     def _learned_entering(
         self, host: bytes | None, fewer: Sequence[Called], enters: Sequence[nn.Module]
     ) -> tuple[Step, ...]:
-        number, first = len(self._chosen), len(self._first)
-        others, _ = self._record(host, self._chosen[-first:], draws_others=True)
+        number, first = len(self.chosen), len(self._first)
+        others, _ = self._record(host, self.chosen[-first:], draws_others=True)
         lockstep = Lockstep(
             self.call.device,
             rows=(first, number - first),
@@ -158,9 +159,10 @@ class GatheringProbe(JoinedProbe):
             rules=self.call.rules,
             draws=self.draws.stream,
             enters=enters,
+            entries=[entry for one in self.call.extensions if isinstance(one, OwnEntries) for entry in one.entries],
         )
         self._lockstep, self._few = lockstep, (fewer, others)
-        self._forward(self._chosen, lockstep, host, self.call.grad)
+        self._forward(self.chosen, lockstep, host, self.call.grad)
         return tuple(lockstep.steps)
 
     def beginnings(self) -> Iterator[tuple[Step, ...]]:
@@ -181,7 +183,7 @@ class GatheringProbe(JoinedProbe):
     @property
     def _first(self) -> list[int]:
         """The rows that the first of two workers has."""
-        return self._chosen[: row_range(0, 2, len(self._chosen))[1]]
+        return self.chosen[: row_range(0, 2, len(self.chosen))[1]]
 
     def _forward(
         self, chosen: Sequence[int], mode: OwnDevice, host: bytes | None, grad: bool, draws_others: bool = False
@@ -197,7 +199,7 @@ class GatheringProbe(JoinedProbe):
         return run.drawing
 
     def _reduction(self, mark: Callable[[], int] | None) -> GatheringReduction:
-        gathering = Gathering(self.steps, tuple(self.dims), len(self._chosen), in_order=self.in_order)
+        gathering = Gathering(self.steps, tuple(self.dims), len(self.chosen), in_order=self.in_order)
         call = self.call
         return GatheringReduction(
             call.device, axis=call.axis, gathering=gathering, rules=call.rules, mark=mark, meets_failed=True

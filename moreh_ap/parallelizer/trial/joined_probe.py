@@ -92,7 +92,7 @@ class JoinedProbe(Probe):
         self._gradient_rounding = dict.fromkeys(self._wanted, 0.0)
         runs: list[EagerForward | PipelinedPass] = []
         recorder = GlobalReduction(self.call.device, record=True)
-        if attempt(lambda: runs.append(self._run(self._chosen, recorder, perturbed)), self.call.module):
+        if attempt(lambda: runs.append(self._run(self.chosen, recorder, perturbed)), self.call.module):
             self._changed_buffers = {}
             return
         (other,) = runs
@@ -130,8 +130,8 @@ class JoinedProbe(Probe):
         self._refuse_what_fails_alone(denominators)
         mark = replace(call.random, draws=self.draws).fingerprint()
         reduction = self._reduction(mark)
-        each = len(self._chosen) // axis.size
-        run = self._run(self._chosen[axis.rank * each : (axis.rank + 1) * each], reduction, mode="split")
+        each = len(self.chosen) // axis.size
+        run = self._run(self.chosen[axis.rank * each : (axis.rank + 1) * each], reduction, mode="split")
         self._used = reduction
         self._singles = [run]
         leaves = tree_map_only(Tensor, lambda leaf: leaf.detach().cpu(), list(run.outputs))
@@ -154,8 +154,8 @@ class JoinedProbe(Probe):
             Refused: The rows of a worker raise an error by themselves, as where labels count rows of the batch.
         """
         call, axis = self.call, self.call.axis
-        each = len(self._chosen) // axis.size
-        args, kwargs = self._arguments(self._chosen[axis.rank * each :][:each])
+        each = len(self.chosen) // axis.size
+        args, kwargs = self._arguments(self.chosen[axis.rank * each :][:each])
 
         for grad in dict.fromkeys((False, call.grad)):  # a forward may put hooks on what needs a gradient
             alone, reason = self._run_alone(args, kwargs, lengths, grad)

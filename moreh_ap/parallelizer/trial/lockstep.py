@@ -29,16 +29,18 @@ from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by
 from moreh_ap.parallelizer.observation.filled_arguments import FilledArguments
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.recorded_calls import Called
+from moreh_ap.parallelizer.observation.row_functions import DRAWS
 from moreh_ap.parallelizer.observation.torch_calls import function_name, is_question, leaves_of, tensors_of
 from moreh_ap.parallelizer.rng.policy import streams_untouched
 from moreh_ap.parallelizer.rng.shared_draws import Draw
 from moreh_ap.parallelizer.row_dims.dealt_modules import dealt_along
+from moreh_ap.parallelizer.row_dims.own_entries import Entries
 from moreh_ap.parallelizer.row_dims.placements import Placements
 from moreh_ap.parallelizer.row_dims.row_numbers import RowCount
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE, Placement, Rows, Step
 from moreh_ap.parallelizer.surroundings.placement import OwnDevice
 from moreh_ap.parallelizer.trial.dry_run import Refused, state_restored
-from moreh_ap.parallelizer.trial.function_trial import DRAWS, Double, Trial, cut, with_numbers
+from moreh_ap.parallelizer.trial.function_trial import Double, Trial, cut, with_numbers
 from moreh_ap.parallelizer.trial.row_comparison import close
 
 _HARMLESS = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
@@ -74,6 +76,7 @@ class Lockstep(GlobalReduction):
         rules: Which numbers in modules are those of the batch.
         draws: What is drawn from the common stream.
         enters: Modules that are no step, whose functions are steps.
+        entries: Which arguments number the entries of rows. See `own_entries.py`.
 
     Attributes:
         steps: What was learned so far.
@@ -96,6 +99,7 @@ class Lockstep(GlobalReduction):
         rules: MeanRules = LENGTHS,
         draws: Sequence[Draw] = (),
         enters: Collection[nn.Module] = (),
+        entries: Entries = (),
     ) -> None:
         super().__init__(device, record=True, rules=rules)
         self._enters, self._of_steps = enters, Placements()
@@ -103,7 +107,7 @@ class Lockstep(GlobalReduction):
         self.steps: list[Step] = []
         self.ends: list[tuple[int, nn.Module]] = []
         self._rows, self._within = rows, (rules, draws)
-        self._dims = dims
+        self._dims, self._entries = dims, entries
         self._num_fewer, self._fewer_calls = fewer
         self._other_calls = others if len(others) == len(self._fewer_calls) else ()
         self._tolerance = tolerance
@@ -117,6 +121,13 @@ class Lockstep(GlobalReduction):
         for leaf, dim in zip(tree_leaves((args, kwargs)), self._dims, strict=True):
             if dim is not None:
                 self._set_rows(leaf, Rows(dim))
+        leaves = tree_leaves((args, kwargs))
+        for place, other in self._entries:
+            double = self._doubles.get(leaves[place])
+            assert double is not None
+            first, second = double.slices
+            shift = self._rows[0] * leaves[other].shape[1]
+            self._doubles[leaves[place]] = replace(double, slices=(first, second - shift), shift=shift)
         return args, kwargs
 
     def __enter__(self) -> Lockstep:
@@ -313,9 +324,12 @@ class Lockstep(GlobalReduction):
         return Step(name, follows=follows, for_all=True, cuts=True, results=tuple(placements))
 
     def _drawn(self, name: str, follows: tuple[RowCount, ...], result: Tensor) -> Step:
-        """Returns the step of a function that draws numbers for all rows: a worker draws those of its own."""
+        """Returns the step of a function that draws numbers for all rows: a worker draws those of its own, or, where it
+        draws as many for any rows (some of their places), what one device draws."""
         sizes = {count.of(sum(self._rows)) for count in follows if not count.is_of_one_size}
         dims = [dim for dim, size in enumerate(result.shape) if size in sizes]
+        if name.startswith("randint") and not dims:
+            return Step(name, follows=follows, for_all=True, results=(None,))
         if len(dims) != 1:
             raise Refused(f"which dim of what {name} draws has the rows is not clear, and rows depend on each other")
         self._set_rows(result, Rows(dims[0]))

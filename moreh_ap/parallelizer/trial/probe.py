@@ -27,7 +27,8 @@ from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
-from moreh_ap.parallelizer.row_dims.common_decisions import BesideOthers, of_several_rows
+from moreh_ap.parallelizer.row_dims.common_decisions import BesideOthers
+from moreh_ap.parallelizer.row_dims.equal_rows import masks_that_are
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, ReadNumbers, do_hooks_meet_rows, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_steps import Step
@@ -50,6 +51,7 @@ from moreh_ap.parallelizer.trial.row_comparison import (
     repeats,
     take_gradients,
     tolerance_of,
+    went_back,
     without_meaning,
 )
 from moreh_ap.protocol.batch import are_numbers, row_dims, select_rows_along
@@ -77,15 +79,17 @@ class Probe:
         saw, constant_places: See `GlobalReduction`.
         beside_rows: Call sites whose means over dim 0 count as much in one row as in several.
         takes_means: Whether the forward takes means over the batch.
-        written: The parameters that the forward changes.
-        added: What the forward adds to the model's modules.
+        written, added: The parameters that the forward changes, and what it adds to the model's modules.
         may_write: Whether the forward may change parameters, since a step runs it once.
         may_take_turns: Whether workers may take turns in drawing for rows, since none is cut into micro-batches.
         steps: What each function in the forward does with rows, where that was learned. See `gathering_probe.py`.
         places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
         turned: Whether arguments have rows elsewhere than along dim 0.
         beside: Decisions for all rows that rows alone find as if beside others. See `common_decisions.py`.
+        masks: What masks that the forward makes are everywhere; None: as they are. See `equal_rows.py`.
         numbers: Which leaves of the arguments are a few numbers, of no row.
+        chosen: The rows that run.
+        noted: What was noted of all of them, and of some each time, once outputs were compared.
         repeats, has_graph: See `RandomPolicy.find_draws`; whether draws are found by forwards with gradients.
     """
 
@@ -93,6 +97,7 @@ class Probe:
     steps: tuple[Step, ...] = ()
     turned = repeats = has_graph = False
     beside: frozenset[int] = frozenset()
+    masks: bool | None = None
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
 
@@ -122,13 +127,13 @@ class Probe:
         self.each = max(each, self._least_each)
         self._ran: Sequence[int] = ()
         self._drew = RandomPolicy()
-        self._chosen = self._choose_rows()
+        self.chosen = self._choose_rows()
         self._tolerance = tolerance_of(call)
         self.written, self.added = tuple[str, ...](), tuple[str, ...]()
-        self.may_take_turns = self.may_write = True
+        self.may_take_turns = self.may_write = self._has_backward = True
         self.beside_rows, self._turns = frozenset[int](), KnownTurns()
         self._state, self._buffers, self._changed_buffers = (dict[str, Tensor]() for _ in range(3))
-        self._ways, self._noted = list[BlockTrace](), list[ReadNumbers]()
+        self._ways, self.noted = list[BlockTrace](), list[ReadNumbers]()
         self._singles: list[EagerForward | PipelinedPass] = []
         self._left: WeakKeyDictionary[EagerForward | PipelinedPass, LeftByForward] = WeakKeyDictionary()
         self._weights, self._wanted = list[Tensor | None](), dict[str, Tensor | None]()
@@ -152,8 +157,8 @@ class Probe:
 
     def _exceeds_own_rows(self) -> bool:
         """Says whether a device would hold more rows than it trains with. See `host_activations.py`."""
-        call = self.call
-        return call.grad and call.device.type == "cuda" and len(self._chosen) * call.axis.size > self.rows
+        axis, device = self.call.axis, self.call.device
+        return self.call.grad and device.type == "cuda" and len(self.chosen) * axis.size > self.rows
 
     def _choose_rows(self) -> list[int]:
         if self.each > 1:  # rows that belong together are usually neighbours
@@ -162,17 +167,12 @@ class Probe:
 
     def _policy(self, chosen: Sequence[int]) -> RandomPolicy:
         """Returns which random numbers a call of the chosen rows draws."""
-        first = self._chosen.index(chosen[0])
-        share = Share(first, first + len(chosen), len(self._chosen))
+        first = self.chosen.index(chosen[0])
+        share = Share(first, first + len(chosen), len(self.chosen))
         return self.call.random.shared(0, share, self.draws, self._turns)
 
-    def decisions(self) -> frozenset[int]:
-        """Returns the numbers of the decisions that were found among several rows, once outputs were compared."""
-        together, *apart = (noted.decisions for noted in self._noted)
-        return of_several_rows(together, apart)
-
     def _beside_others(self, chosen: Sequence[int]) -> AbstractContextManager[Any]:
-        return nullcontext() if chosen is self._chosen or not self.beside else BesideOthers(self.beside)
+        return nullcontext() if chosen is self.chosen or not self.beside else BesideOthers(self.beside)
 
     def _surroundings(self) -> AbstractContextManager[Any]:
         """Returns what is active around a run: nothing is dropped where workers would drop something else."""
@@ -190,7 +190,7 @@ class Probe:
 
         def forward(random: RandomPolicy, num_rows: int, first: int = 0) -> None:
             nonlocal lengths
-            args, kwargs = self._arguments(self._chosen[first : first + num_rows])
+            args, kwargs = self._arguments(self.chosen[first : first + num_rows])
             self._drew = random
             recorder = PaddedAlike(call.device, rules=rules, lengths=lengths)
             recorder.load_shapes = self._load_shapes
@@ -202,7 +202,7 @@ class Probe:
             lengths = lengths or recorder.global_denominators
 
         if rules.extremes or rules.loads or (rules.lengths and may_pad(call.module)):
-            forward(RandomPolicy(), len(self._chosen))
+            forward(RandomPolicy(), len(self.chosen))
         ways = {"in_turn": self.may_take_turns, "may_permute": self._gathers, "repeat": self.repeats}
         self.draws = call.random.find_draws(call.device, forward, self.each, **ways)
         self.draws_told = True
@@ -222,7 +222,7 @@ class Probe:
         """
         recorder = GlobalReduction(self.call.device, record=True, rules=self.call.rules)
         try:
-            common = self._run(self._chosen, recorder)
+            common = self._run(self.chosen, recorder)
         finally:
             self.saw |= recorder.saw
         denominators, self._places = recorder.global_denominators, recorder.mean_places
@@ -230,7 +230,7 @@ class Probe:
         self.takes_means = bool(denominators)
         if self.call.grad:  # at once: the activations of the common run need not live beside those of the single ones
             self._weights = [random_weight(leaf) for leaf in common.outputs]
-            self._go_back(common, self._weights)
+            self._has_backward = went_back(partial(self._go_back, common, self._weights))
             self._wanted = take_gradients(self.call.module)
         self._find_rounding(common)
         singles, counted = self._run_apart(denominators)
@@ -250,9 +250,9 @@ class Probe:
             raise Refused(f"{what}, which shows nothing about more of them")
 
     def _repeats(self, common: Execution) -> bool:
-        call = replace(self.call, grad=False, random=self._policy(self._chosen))
+        call = replace(self.call, grad=False, random=self._policy(self.chosen))
         with self._from_the_same_state(), self._surroundings():
-            return repeats(lambda: EagerForward(call, *self._arguments(self._chosen)), common, self._tolerance)
+            return repeats(lambda: EagerForward(call, *self._arguments(self.chosen)), common, self._tolerance)
 
     def _kind(self, index: int, name: str, leaf: Any, singles: Sequence[Any]) -> str:
         """Returns the kind of a leaf of the result, given the same leaf of the single runs."""
@@ -276,10 +276,10 @@ class Probe:
     def _run_apart(self, denominators: Sequence[Tensor]) -> tuple[list[Result], list[Sequence[Tensor]]]:
         """Runs the rows one by one; returns the result of each run, and what it counted for each mean."""
         counted: list[Sequence[Tensor]] = []
-        for first in range(0, len(self._chosen), self.each):
+        for first in range(0, len(self.chosen), self.each):
             reduction = GlobalReduction(self.call.device, denominators=denominators, rules=self.call.rules)
             try:
-                self._singles.append(self._run(self._chosen[first : first + self.each], reduction))
+                self._singles.append(self._run(self.chosen[first : first + self.each], reduction))
             finally:  # statistics of the rows end the run, and are tried otherwise
                 self.beside_rows = means_beside_rows(self._places, denominators, reduction.local_denominators)
             counted.append(reduction.local_denominators)
@@ -308,8 +308,9 @@ class Probe:
         Raises:
             Refused: The gradients do not add up.
         """
-        self._backward_apart()
-        if do_hooks_meet_rows(self._noted):
+        if self._has_backward:
+            self._backward_apart()
+        if do_hooks_meet_rows(self.noted):
             raise Refused(READS_NUMBERS)
         got_by_name = take_gradients(self.call.module)
         wanted = [grad.abs().max() for grad in self._wanted.values() if grad is not None and grad.numel()]
@@ -365,7 +366,7 @@ class Probe:
         reading = ReadNumbers(self.saw, [leaves[at] for at in self.numbers], call.module)
         with self._from_the_same_state() as left:
             beside, trace = self._beside_others(chosen), record_block_order(call.module)
-            with self._surroundings(), reading as noted, beside, trace as way:
+            with self._surroundings(), reading as noted, beside, masks_that_are(self.masks), trace as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():
@@ -381,7 +382,7 @@ class Probe:
             return done
         after.update(self._state)
         self._ways.append(way)
-        self._noted.append(noted)
+        self.noted.append(noted)
         self._buffers = self._buffers or after
         for name, value in after.items():
             if name not in self._buffers or not self._is_same_buffer(name, value):
@@ -392,9 +393,8 @@ class Probe:
         """Compares how the runs went, the common one first.
 
         Raises:
-            Refused: It depends on the rows, in which order and with how much of them they come to what FSDP2 gathers,
-                or which of them count.
+            Refused: The rows decide in which order, and how many, come to what FSDP2 gathers, or which of them count.
         """
-        if not (self._gathers or self.beside) and (reason := why_rows_meet(self._noted[0], self._noted[1:])):
+        if not (self._gathers or self.beside) and (reason := why_rows_meet(self.noted[0], self.noted[1:])):
             raise Refused(reason)
         check_block_order(self._ways)

@@ -377,3 +377,15 @@ def check_gradients(
             raise Refused(f"whether {name} gets a gradient depends on the rows")
         if got is not None and want is not None and not is_rounding(name, got, want):
             raise Refused(f"the gradient of {name} is not the sum of what its rows give one by one")
+
+
+def went_back(backward: Callable[[], object]) -> bool:
+    """Runs a backward; returns False where the forward has gone back through the graph itself and kept none
+    (`torch.autograd.grad`). So it is on one device, where a script does not go back either."""
+    try:
+        backward()
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        return False
+    return True

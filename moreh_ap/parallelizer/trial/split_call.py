@@ -14,6 +14,7 @@ from torch import Tensor
 from moreh_ap.parallelizer.call.call import Call
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.row_dims.kept_rows import KeptRows, shapes_of
+from moreh_ap.parallelizer.row_dims.own_entries import OwnEntries
 from moreh_ap.parallelizer.row_dims.row_steps import Gathering
 from moreh_ap.parallelizer.trial.split_verdict import SplitVerdict
 from moreh_ap.protocol.batch import row_range, rows_along
@@ -123,6 +124,9 @@ def split_call(
         )
     if verdict.kept:
         call = replace(call, extensions=(KeptRows(verdict.kept, rows, shapes_of(args, kwargs)), *call.extensions))
+    if verdict.entries and share is not None:
+        own = OwnEntries(verdict.entries).of_rows(share.start, share.stop)
+        call = replace(call, extensions=(*call.extensions, own))
     if verdict.steps:
         dims, cuts = verdict.dims or first_dims, verdict.dims is not None
         call = replace(call, gathering=Gathering(verdict.steps, dims, rows, cuts, verdict.in_order))

@@ -26,7 +26,6 @@ object that cannot be compared; each worker has its own.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,29 +38,26 @@ from moreh_ap.parallelizer.data.opened_blocks import joining_opened
 from moreh_ap.parallelizer.loss.mean_rules import MeanRules
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.rng.shared_draws import have_several
-from moreh_ap.parallelizer.row_dims.common_decisions import DECIDE
-from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows
 from moreh_ap.parallelizer.row_dims.kept_rows import KeptRows, may_be_kept, shapes_of
+from moreh_ap.parallelizer.row_dims.own_entries import OwnEntries, may_number_entries
 from moreh_ap.parallelizer.row_dims.placed_probe import PlacedJoinedProbe, PlacedProbe
 from moreh_ap.parallelizer.row_dims.read_numbers import ASKS_NUMBERS
-from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED
 from moreh_ap.parallelizer.statistics.float64_trial import Float64Probe, in_float64, may_run_in_float64, to_float64
 from moreh_ap.parallelizer.statistics.parts_probe import NOT_WHOLE, PartsProbe
 from moreh_ap.parallelizer.trial.agreement import everywhere
 from moreh_ap.parallelizer.trial.dry_run import clear_gradients, untouched
 from moreh_ap.parallelizer.trial.gathering_probe import GatheringProbe, gathering_probes
-from moreh_ap.parallelizer.trial.hidden_terms import filled, own_zeros_of, with_filled, zeros_of
+from moreh_ap.parallelizer.trial.hidden_terms import with_filled
 from moreh_ap.parallelizer.trial.joined_probe import FEWEST_A_WORKER, JoinedProbe
+from moreh_ap.parallelizer.trial.other_values import OtherValues
 from moreh_ap.parallelizer.trial.probe import Probe
 from moreh_ap.parallelizer.trial.probe_verdict import verdict_of
-from moreh_ap.parallelizer.trial.row_comparison import DEPEND, gathered_kinds, group_sizes
+from moreh_ap.parallelizer.trial.row_comparison import gathered_kinds, group_sizes
 from moreh_ap.parallelizer.trial.split_verdict import Apart, Joined, SplitVerdict
 from moreh_ap.protocol.batch import are_single_rows, row_dims_without_weights, rows_along, rows_elsewhere
 from moreh_ap.protocol.messages.calls import SINGLE_ROW
 
 _Probe = TypeVar("_Probe", bound=Probe)
-
-DROPS_ROWS = "how many rows the forward has selected, by their values, decides which of them count"
 
 
 @joining_opened
@@ -105,6 +101,12 @@ def check_split(
             again = others.run(call.axis.size * pieces, may_join=may_join, may_turn=may_turn)
             if again.split and kept.rows == (rows if again.dims is None else rows_along(leaves, again.dims)):
                 return replace(again, kept=kept.names, faults=tuple(others.faults), by_values=others.by_values)
+        may_number = counts and pieces == 1 < call.axis.size and stages_of(call.module) is None
+        for entries in may_number_entries(leaves, rows) if may_number else ():
+            others = _Trials(replace(call, extensions=(*call.extensions, OwnEntries(entries))), args, kwargs, rows)
+            again = others.run(call.axis.size, may_join=may_join, may_turn=False)
+            if again.split:
+                return replace(again, entries=entries, faults=tuple(others.faults), by_values=others.by_values)
     return replace(found, faults=tuple(trials.faults), by_values=trials.by_values)
 
 
@@ -133,7 +135,8 @@ class _Trials:
     def __init__(self, call: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], rows: int) -> None:
         self._call, self._args, self._kwargs, self._rows = call, args, kwargs, rows
         self._leaves, self._spec = tree_flatten((tuple(args), dict(kwargs)))
-        self._may_write, self._drops = True, False
+        self._other_values = OtherValues(args, kwargs, self._fillings)
+        self._may_write = True
         self.faults: list[str] = []
         self.by_values = False
 
@@ -340,49 +343,7 @@ class _Trials:
         if "count" in found.kinds and not (self._may_write and stages_of(self._call.module) is None):
             found = SplitVerdict.unsplit("a whole number in the result differs from row to row")
         self.faults += found.faults
-        found = self._without_zeros(probe, found) if found.split and not probe.steps else found
-        found = self._beside_others(probe, found) if found.split and not probe.steps else found
-        return self._with_equal_rows(probe, found) if found.split else found
-
-    def _without_zeros(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
-        """Returns what was found, or why it is refused with other values in place of zeros. See `hidden_terms.py`."""
-        kinds = [*found.kinds, *itertools.chain(*found.attributes.values())]
-        of_all = "share" in kinds or not probe.call.grad
-        zeros = (zeros_of if of_all else own_zeros_of)(self._call.module)
-        is_told = everywhere(not zeros, self._call)
-        for leaves in self._fillings():
-            if leaves is self._leaves and is_told:
-                break
-            clear_gradients(self._call.module)
-            with filled(zeros):
-                again = verdict_of(self._like(probe, *tree_unflatten(leaves, self._spec)))
-            if again.could_run or leaves is self._leaves:  # else the argument has to be zero
-                return found.with_results_of(again) if again.split else replace(again, could_run=found.could_run)
-        return found
-
-    def _with_equal_rows(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
-        """Returns what was found, or why it is refused with rows that are all alike. See `equal_rows.py`."""
-        if not self._drops and not everywhere(COUNTS_SELECTED not in probe.saw, self._call):
-            clear_gradients(self._call.module)
-            args, kwargs = tree_unflatten(with_equal_rows(self._leaves, probe.dims), self._spec)
-            self._drops = verdict_of(self._like(probe, args, kwargs)).reason.endswith(DEPEND)  # others show nothing
-        return replace(found, split=False, kinds=(), reason=DROPS_ROWS) if self._drops else found
-
-    def _beside_others(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
-        """Returns what was found, or why it is refused beside rows that decide otherwise. See `common_decisions.py`."""
-        other, which = self._like(probe, self._args, self._kwargs), probe.decisions()
-        if stages_of(self._call.module) is not None or everywhere(not which, self._call):
-            return found
-        clear_gradients(self._call.module)
-        other.beside = which
-        depend = verdict_of(other).reason.endswith(DEPEND)  # others, such as a check that raises, show nothing
-        return replace(found, split=False, kinds=(), reason=DECIDE) if depend else found
-
-    def _like(self, probe: Probe, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Probe:
-        """Returns a probe of the same kind, without gradients."""
-        other = type(probe)(replace(probe.call, grad=False), args, kwargs, probe.rows, probe.dims, probe.each)
-        other.may_take_turns, other.may_write, other.repeats = probe.may_take_turns, probe.may_write, probe.repeats
-        return other
+        return self._other_values.judge(probe, found)
 
     def _gather_along_other_dims(self) -> SplitVerdict | None:
         """Tries a batch whose rows lie elsewhere than along dim 0; None if it is none, or if its rows meet as well."""

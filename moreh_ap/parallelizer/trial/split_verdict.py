@@ -6,6 +6,12 @@ Decides how that is written down, and which calls it is about. Must not know how
 A forward may ask a number among its arguments which way to go, in Python (`if step > warm_up:`) or in functions that
 have a kink (`(step - warm_up).relu()`). Of what it does for one number, a trial with another shows nothing. So calls of
 such forwards have one verdict for each value of these numbers, as those have whose numbers are Python's own.
+
+[Note: forwards that set themselves up]
+Some layers find scales or a codebook in the rows of the first call, and note in a buffer that they have. That call is
+computed whole, and what is true of it is not true of the next one, which is tried anew. So it is where a model has such
+a buffer and the first call of a kind cannot be split for what becomes of its state, or cannot run on a few rows (which
+are fewer than there are codes).
 """
 
 from __future__ import annotations
@@ -15,16 +21,20 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from moreh_ap.parallelizer.data.lent_rows import NOTHING_OF
 from moreh_ap.parallelizer.items.item_reduction import ItemRules
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.rng.policy import Draws
+from moreh_ap.parallelizer.row_dims.own_entries import Entries
 from moreh_ap.parallelizer.row_dims.placed_rows import PlacedRows, RowsAlong
 from moreh_ap.parallelizer.row_dims.row_steps import REST, Step, in_any_order
 from moreh_ap.parallelizer.statistics.batch_parts import Part
 from moreh_ap.protocol.batch import are_numbers
+
+GATHERS = "gathers what it sees of the rows"
+"""How a refusal ends that is about a buffer or parameter."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +60,14 @@ class SplitVerdict:
         faults: Tracebacks of errors in the trials that are ours, on this worker.
         items: What it does with items, where no tensor has a row for each. See `item_probe.py`.
         kept: Names of numbers that have to be those of a worker's rows. See `kept_rows.py`.
+        entries: Which arguments number the entries of a worker's rows. See `own_entries.py`.
         places: Where each leaf of the result but for attributes has rows that are gathered after the forward; empty
             where none are. Their kind is "same".
         attribute_places: The same of the leaves of each attribute.
         parts: Which normalisations take the statistics of parts of the batch. See `statistics/batch_parts.py`.
         sizes: Of batches of how many rows this is true; None: of all.
         by_values: Whether numbers among the arguments decide what the forward does. See [Note: numbers that decide].
+        is_of_first: Whether it holds for one call alone. See [Note: forwards that set themselves up].
     """
 
     split: bool
@@ -76,16 +88,23 @@ class SplitVerdict:
     faults: tuple[str, ...] = ()
     items: ItemRules | None = None
     kept: frozenset[str] = frozenset()
+    entries: Entries = ()
     places: tuple[RowsAlong | None, ...] = ()
     attribute_places: Mapping[str, tuple[RowsAlong | None, ...]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     sizes: range | None = None
     by_values: bool = False
+    is_of_first: bool = False
 
     @classmethod
     def unsplit(cls, reason: str, **known: Any) -> SplitVerdict:
         """Returns the verdict on a forward that cannot be split, for a reason; `known`: other attributes."""
         return cls(False, (), reason, **known)
+
+    def may_set_up(self, module: nn.Module) -> bool:
+        """Says whether the forward may only set the module up, once. See [Note: forwards that set themselves up]."""
+        flags = any(buffer.numel() == 1 and not buffer.is_floating_point() for buffer in module.buffers())
+        return flags and not self.split and (not self.could_run or self.reason.endswith(GATHERS))
 
     def is_about(self, rows: int | None) -> bool:
         """Says whether this is true of batches of so many rows."""

@@ -160,7 +160,8 @@ class CallPreparation:
             verdict = SplitVerdict.unsplit(why_whole(axis.size, model.plan.micro_batches, _PICTURES))
         else:
             verdict = self._verdict(kind, call, args, kwargs, rows, first_dims, local, any(command.wants_grad))
-            items = find_items(args, kwargs) if not verdict.split and axis.size > 1 else None
+            may_have_items = not verdict.split and not verdict.is_of_first and axis.size > 1
+            items = find_items(args, kwargs) if may_have_items else None
         if verdict.added:
             return AddsMembers(verdict.added)
         if items is not None and axis.size > 1 and not any(local) and not any(command.wants_grad):
@@ -184,25 +185,31 @@ class CallPreparation:
         verdict, batch = batch_of(verdict, Batch(rows, carried), tensors, leaves, axis.size, items)
         call, share = split_call(call, verdict, batch.rows, first_dims, args, kwargs)
         note = ". ".join(filter(None, (verdict.reason, _DRAWN_APART if self._draws_apart(call) else "")))
+        numbering = {id(leaves[place]) for place, _ in verdict.entries}
         meta = None if model.meta_module is None else model.meta_module.get_submodule(signature.path)
         has_pictures, batch_rows = isinstance(items, PictureRows), None if verdict.dims else batch.rows
         varies = verdict.by_values, has_pictures
         roles = Roles.of(axis, batch_rows, batch.carried, command.wants_grad, verdict.split, note, *varies)
         if len(self.prepared) >= _MAX_PREPARED:
             self.prepared.clear()
-        self.prepared[key] = PreparedCall(
+        prepared = PreparedCall(
             kind=item_kind if verdict.items is not None else self.verdicts.key(kind, leaves, command.rows),
             call=call,
             execute=way_to_execute(call, model.plan, batch.rows, meta),
             nesting=nesting,
             roles=roles,
-            is_cut=[verdict.split and carries and not is_local for carries, is_local in zip(batch.carried, local)],
+            is_cut=[
+                verdict.split and carries and not is_local and id(tensor) not in numbering
+                for tensor, carries, is_local in zip(tensors, batch.carried, local)
+            ],
             cuts_heads=self._cuts_heads(nesting, local),
             keeps_no_cache=keeps_no_cache,
             share=share,
             draws=verdict.draws,
         )
-        return self.prepared[key]
+        if not verdict.is_of_first:
+            self.prepared[key] = prepared
+        return prepared
 
     def _has_other_lists(self, kind: Hashable, verdict: SplitVerdict, rows: int | None, axis: Axis) -> bool:
         """Returns whether a call was given lists as rows and cannot be split; asked when calls of its kind begin."""
@@ -339,7 +346,7 @@ class CallPreparation:
             return self.verdicts.known[kind]
         leaves = tree_leaves((tuple(args), dict(kwargs)))
         known = self.verdicts.known.get(self.verdicts.key(kind, leaves, rows))
-        if known is None or not known.is_about(rows):
+        if known is None or not known.is_about(rows) or known.is_of_first:
             verdict = check_split(
                 call, args, kwargs, rows, may_join=pieces == 1, may_turn=not any(local), pieces=pieces
             )
@@ -351,7 +358,9 @@ class CallPreparation:
                 require_full_parameters(self.model.module, self.model.plan, verdict.written[0])
                 self.written = list({*self.written, *map(self.model.module.get_parameter, verdict.written)})
             if not verdict.split:
-                verdict = replace(verdict, reason=why_whole(workers, pieces, verdict.reason))
+                is_of_first = known is None and verdict.may_set_up(self.model.module)
+                reason = "" if is_of_first else why_whole(workers, pieces, verdict.reason)
+                verdict = replace(verdict, reason=reason, is_of_first=is_of_first)
             known = self.verdicts.add(kind, leaves, rows, first_dims, verdict)
         verdict = known
         if verdict.group > 1 and rows % (workers * pieces * verdict.group):

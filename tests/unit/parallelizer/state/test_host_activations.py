@@ -51,7 +51,7 @@ def test_small_tensors_and_those_elsewhere_stay(device_type, least_bytes, stays)
 def test_a_trial_of_more_rows_than_a_worker_trains_with_uses_it():
     class OfTwo(probe.Probe):
         def __init__(self, rows, workers, device):
-            self.rows, self._chosen = rows, [0, 1]
+            self.rows, self.chosen = rows, [0, 1]
             self.call = type("Call", (), {})()
             self.call.device, self.call.grad = torch.device(device), True
             self.call.axis = type("Axis", (), {"size": workers})()
