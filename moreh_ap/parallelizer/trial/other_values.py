@@ -89,18 +89,16 @@ class OtherValues:
         return found
 
     def _with_masks(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
-        """With masks that are true, or false, everywhere. See [Note: masks of other rows] in `equal_rows.py`."""
-        for masks in (True, False) if self._divides(probe) else ():
-            other = self._like(probe, with_marks(self._leaves, probe.dims) if masks else self._leaves)
-            other.masks = masks
-            found = _unless_shares_are_none(found, self._verdict(other))
-            if not found.split:
-                break
-        return found
+        """With masks that are true everywhere. See [Note: masks of other rows] in `equal_rows.py`."""
+        if not self._divides(probe):
+            return found
+        other = self._like(probe, with_marks(self._leaves, probe.dims))
+        other.marks_all = True
+        return _unless_shares_are_none(found, self._verdict(other))
 
     def _divides(self, probe: Probe) -> bool:
-        """Says whether the forward divides by a number, or counts what it may divide by."""
-        return not everywhere(probe.saw.isdisjoint({"counts", DIVIDES}), probe.call)
+        """Says whether the forward divides by a number, or reads one that it may divide by."""
+        return not everywhere(DIVIDES not in probe.saw, probe.call)
 
     def _beside_others(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Beside rows that decide otherwise. See `common_decisions.py`."""

@@ -28,7 +28,7 @@ from moreh_ap.parallelizer.rng.policy import Draws, RandomPolicy
 from moreh_ap.parallelizer.rng.shared_draws import Share
 from moreh_ap.parallelizer.rng.turns import KnownTurns
 from moreh_ap.parallelizer.row_dims.common_decisions import BesideOthers
-from moreh_ap.parallelizer.row_dims.equal_rows import masks_that_are
+from moreh_ap.parallelizer.row_dims.equal_rows import true_masks
 from moreh_ap.parallelizer.row_dims.placed_rows import RowsAlong
 from moreh_ap.parallelizer.row_dims.read_numbers import READS_NUMBERS, ReadNumbers, do_hooks_meet_rows, why_rows_meet
 from moreh_ap.parallelizer.row_dims.row_steps import Step
@@ -86,7 +86,7 @@ class Probe:
         places: Where results have rows that are to be gathered, by number. See `placed_probe.py`.
         turned: Whether arguments have rows elsewhere than along dim 0.
         beside: Decisions for all rows that rows alone find as if beside others. See `common_decisions.py`.
-        masks: What masks that the forward makes are everywhere; None: as they are. See `equal_rows.py`.
+        marks_all: Whether masks that the forward makes are true everywhere. See `equal_rows.py`.
         numbers: Which leaves of the arguments are a few numbers, of no row.
         chosen: The rows that run.
         noted: What was noted of all of them, and of some each time, once outputs were compared.
@@ -95,9 +95,8 @@ class Probe:
 
     is_joined, _gathers, in_order, _least_each = False, False, True, 1
     steps: tuple[Step, ...] = ()
-    turned = repeats = has_graph = False
+    turned = repeats = has_graph = marks_all = False
     beside: frozenset[int] = frozenset()
-    masks: bool | None = None
     _noise = 1e-2
     """Gradients may differ by this part of the tolerance times the largest gradient (2e-7 in float32).
 
@@ -366,7 +365,13 @@ class Probe:
         reading = ReadNumbers(self.saw, [leaves[at] for at in self.numbers], call.module)
         with self._from_the_same_state() as left:
             beside, trace = self._beside_others(chosen), record_block_order(call.module)
-            with self._surroundings(), reading as noted, beside, masks_that_are(self.masks), trace as way:
+            with (
+                self._surroundings(),
+                reading as noted,
+                beside,
+                true_masks() if self.marks_all else nullcontext(),
+                trace as way,
+            ):
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():
