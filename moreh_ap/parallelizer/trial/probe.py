@@ -365,13 +365,8 @@ class Probe:
         reading = ReadNumbers(self.saw, [leaves[at] for at in self.numbers], call.module)
         with self._from_the_same_state() as left:
             beside, trace = self._beside_others(chosen), record_block_order(call.module)
-            with (
-                self._surroundings(),
-                reading as noted,
-                beside,
-                true_masks() if self.marks_all else nullcontext(),
-                trace as way,
-            ):
+            masks = true_masks() if self.marks_all else nullcontext()
+            with self._surroundings(), reading as noted, beside, masks, trace as way:
                 runs_in_stages = call.grad and stages_of(call.module) is not None
                 run = PipelinedPass if runs_in_stages else EagerForward
                 with saved_on_host() if self._exceeds_own_rows() else nullcontext():
