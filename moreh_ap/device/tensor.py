@@ -325,7 +325,8 @@ def _observing(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
     def watcher(gradient: Tensor) -> None:
         if hook(gradient) is not None:
             raise UnsupportedError(
-                "A hook on one of several outputs of a model returned another gradient; the workers have used theirs.",
+                "A hook on an output of a model that has others, or hooks of its own, returned another gradient; the "
+                "workers have used theirs.",
                 allowed="Hooks that look at the gradient; any hook where the model returns one tensor.",
                 fix="output.register_hook(lambda gradient: kept.append(gradient))",
             )
