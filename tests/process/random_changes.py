@@ -7,15 +7,12 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from random_models import CLASSES, SETTINGS, Block, Residual, Scale
+from random_training import CLASSES, SETTINGS, Block, Program, Residual, Scale
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from random_programs import Program
 
 CHANGES: dict[str, Callable[[Program], Any]] = {}
 

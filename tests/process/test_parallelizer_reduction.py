@@ -95,7 +95,8 @@ def test_shares_and_their_gradients_add_up(name: str) -> None:
     torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_largest_and_smallest_whole_numbers_are_those_of_the_batch_only_where_they_are_asked_for() -> None:
+def test_largest_and_smallest_numbers_are_those_of_the_batch_only_where_they_are_asked_for() -> None:
+    """Of fractions those without a gradient, which observers of a quantization take."""
     lengths = torch.tensor([3, 5, 4])
     with GlobalReduction(CPU, record=True) as plain:
         assert lengths.max() == 5
@@ -103,7 +104,11 @@ def test_largest_and_smallest_whole_numbers_are_those_of_the_batch_only_where_th
     known = [torch.tensor(9.0, dtype=torch.float64), torch.tensor(-2.0, dtype=torch.float64)]
     with GlobalReduction(CPU, denominators=known, rules=MeanRules(extremes=True)):
         assert (torch.max(lengths).item(), lengths.min().item()) == (9, 2)
-        assert lengths.max(0).values == 5 and lengths.float().amax() == 5 and lengths.bool().max()
+        assert lengths.max(0).values == 5 and lengths.float().requires_grad_().amax() == 5 and lengths.bool().max()
+    known = [torch.tensor(9.5, dtype=torch.float64), torch.tensor([-2.5, 7.5], dtype=torch.float64)]
+    with GlobalReduction(CPU, denominators=known, rules=MeanRules(extremes=True)):
+        assert lengths.float().amax() == 9.5
+        assert torch.aminmax(lengths.float()) == (2.5, 7.5)
 
 
 def test_means_in_one_line_have_places_of_their_own() -> None:
