@@ -97,8 +97,9 @@ class OtherValues:
         return _unless_shares_are_none(found, self._verdict(other))
 
     def _divides(self, probe: Probe) -> bool:
-        """Says whether the forward divides by a number, or reads one that it may divide by."""
-        return not everywhere(DIVIDES not in probe.saw, probe.call)
+        """Says whether the forward divides by a number, or reads one that it may divide by; where it runs in stages,
+        loss and stages divide by numbers of ours, too, and nothing is tried."""
+        return stages_of(probe.call.module) is None and not everywhere(DIVIDES not in probe.saw, probe.call)
 
     def _beside_others(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Beside rows that decide otherwise. See `common_decisions.py`."""
