@@ -327,7 +327,7 @@ def _observing(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], None]:
             raise UnsupportedError(
                 "A hook on an output of a model that has others, or hooks of its own, returned another gradient; the "
                 "workers have used theirs.",
-                allowed="Hooks that look at the gradient; any hook where the model returns one tensor.",
+                allowed="Hooks that look at the gradient; any hook if the model returns one tensor and has no hooks.",
                 fix="output.register_hook(lambda gradient: kept.append(gradient))",
             )
 
