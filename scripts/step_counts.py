@@ -16,6 +16,11 @@ script's process goes on after each message only when all workers have answered 
 [Note: between two copies]
 With recovery (`MOREH_RECOVERY=memory` or `auto`) workers copy what they hold after so many steps as the time of copies
 and steps makes it. Copies are taken before the counted steps, and not in them, whatever these take.
+
+[Note: first calls]
+The first call of a kind tries how it can be split, which takes more forwards than later calls. Of these, the calls of
+modules in each worker are counted: in the first step, and in the first call with a padding mask where the model has one.
+They do not depend on time either.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ import step_counts_worker
 import torch
 import torch.nn.functional as F
 from call_counter import CallCounter
-from controller_weight import WARM_UP_STEPS, build, step_of
+from controller_weight import ROWS, TOKENS, WARM_UP_STEPS, build, step_of
 from step_counts_worker import OnWorker
 from torch import nn
 
@@ -62,6 +67,8 @@ STOPPED_S = 60.0
 NEVER = 1 << 30
 FIRST_ID = 1 << 20  # from here on numbers of things take as many bytes in a message, however many there were before
 HELD, IDLE = "held", "idle"
+FIRST = ("first", "first_padded")
+"""What the first calls are counted as, in the order of a kind's steps. See [Note: first calls]."""
 
 Step = Callable[[], object]
 Functions = dict[str, dict[str, int]]
@@ -91,12 +98,16 @@ class Counts:
     collectives: dict[str, list[int]]
 
 
-def llama() -> Step:
-    """Returns a step of a Llama of two layers."""
-    return step_of(build(LAYERS, with_cache=False).cuda(), "cuda")
+def llama() -> tuple[Step, ...]:
+    """Returns a step of a Llama of two layers, and a forward with a padding mask."""
+    model = build(LAYERS, with_cache=False).cuda()
+    ids = torch.randint(0, 64, (ROWS, TOKENS)).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, TOKENS // 2 :] = 0
+    return step_of(model, "cuda"), lambda: model(input_ids=ids, attention_mask=mask, labels=ids).loss.item()
 
 
-def cnn() -> Step:
+def cnn() -> tuple[Step, ...]:
     """Returns a step of two convolutions with batch normalisation."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -114,10 +125,10 @@ def cnn() -> Step:
         optimizer.step()
         return loss.item()
 
-    return step
+    return (step,)
 
 
-def empty() -> Step:
+def empty() -> tuple[Step, ...]:
     """Returns a step of a model without work."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1).cuda()
@@ -131,10 +142,10 @@ def empty() -> Step:
         optimizer.zero_grad()
         return loss.item()
 
-    return step
+    return (step,)
 
 
-KINDS: dict[str, tuple[str, Callable[[], Step]]] = {
+KINDS: dict[str, tuple[str, Callable[[], tuple[Step, ...]]]] = {
     "replicate": ("replicate=2", llama),
     "shard": ("shard=2", llama),
     "tensor": ("tensor=2", llama),
@@ -142,7 +153,7 @@ KINDS: dict[str, tuple[str, Callable[[], Step]]] = {
     "cnn": ("replicate=2", cnn),
     "empty": ("replicate=2", empty),
 }
-"""By name: the plan, and what makes a step."""
+"""By name: the plan, and what makes a step, and what else is counted as a first call."""
 
 
 class Regime:
@@ -298,6 +309,12 @@ class StepCounter:
         collectives = {kind: [one[kind] for one in kinds] for kind in sorted(set().union(*kinds))}
         return len(sent), waits[0], sum(span.details["bytes"] for span in sent), collectives, reads
 
+    def first_call(self) -> tuple[dict[str, list[int]], Functions]:
+        """Returns how often modules are called in the first step. See [Note: first calls]."""
+        workers = self._on_workers("modules", self._step)
+        functions = {f"modules called in worker {rank}": called for rank, called in enumerate(workers)}
+        return {"module_calls": [sum(called.values()) for called in workers]}, functions
+
     def _on_workers(self, what: str, run: Callable[[], object]) -> list[dict[str, int]]:
         """Returns what the workers count while something runs."""
         session = self._session
@@ -321,18 +338,22 @@ def no_finalizers() -> Iterator[None]:
         gc.enable()
 
 
-def count(kind: str, calls: CallCounter) -> dict[str, tuple[Counts, Functions]]:
-    """Returns the counts of a kind of step in both regimes; the accelerator has been enabled by then."""
+def count(kind: str, calls: CallCounter) -> dict[str, tuple[dict[str, Any], Functions]]:
+    """Returns the counts of a kind of step, of first calls and in both regimes; the accelerator has been enabled by then."""
     plan, make = KINDS[kind]
     accelerator = device.current()
     accelerator.options = accelerator.session.options = replace(accelerator.options, plan=Plan.parse(plan))
     torch.manual_seed(0)
-    step = make()
+    steps = make()
+    first = {name: StepCounter(step, calls).first_call() for name, step in zip(FIRST, steps)}
     for _ in range(WARM_UP_STEPS):
-        step()
-    _take_no_copies_from_now_on(accelerator.session.workers, step)
-    counter = StepCounter(step, calls)
-    return {regime: counter.counts(regime) for regime in (HELD, IDLE)}
+        steps[0]()
+    _take_no_copies_from_now_on(accelerator.session.workers, steps[0])
+    counter = StepCounter(steps[0], calls)
+    for regime in (HELD, IDLE):
+        counts, functions = counter.counts(regime)
+        first[regime] = asdict(counts), functions
+    return first
 
 
 def _take_no_copies_from_now_on(workers: WorkerGroup, step: Step) -> None:
@@ -361,7 +382,7 @@ def main() -> int:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for kind in args.kinds or KINDS:
         for regime, (counts, functions) in count(kind, calls).items():
-            found.setdefault(kind, {})[regime] = asdict(counts)
+            found.setdefault(kind, {})[regime] = counts
             print(kind, regime, counts, flush=True)
             for where, called in functions.items():
                 for name, number in sorted(called.items(), key=lambda row: -row[1])[: args.functions]:

@@ -1,4 +1,4 @@
-"""What a worker counts of a step: Python calls of the package, and the values of tensors that it reads.
+"""What a worker counts of a step: Python calls of the package, values of tensors that it reads, calls of modules.
 
 Decides what a host synchronization is: a function of PyTorch that gives Python, or host memory, the value of a tensor.
 On a GPU it waits until everything before is computed. What models and optimizers read themselves is not counted, nor is
@@ -19,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 from call_counter import CallCounter
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moreh_ap.protocol.script_code.written_files import take_written
@@ -82,7 +84,35 @@ def _reader(frame: FrameType | None) -> str:
     return ""
 
 
-_calls, _reads = CallCounter(), ReadCounter()
+class ModuleCounter:
+    """Counts the calls of modules.
+
+    Attributes:
+        called: How often, by class.
+    """
+
+    def __init__(self) -> None:
+        self.called: collections.Counter[str] = collections.Counter()
+        self._patch: Any = None
+
+    def begin(self) -> None:
+        """Counts from now on."""
+        self.called.clear()
+        call = nn.Module._call_impl
+
+        def counting(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.called[type(module).__name__] += 1
+            return call(module, *args, **kwargs)
+
+        self._patch = patch.object(nn.Module, "_call_impl", counting)
+        self._patch.start()
+
+    def end(self) -> None:
+        """Counts no longer."""
+        self._patch.stop()
+
+
+_calls, _reads, _modules = CallCounter(), ReadCounter(), ModuleCounter()
 
 
 def begin_calls() -> None:
@@ -109,6 +139,17 @@ def end_reads(folder: str) -> None:
     """Counts no longer, and leaves the reads in `folder`."""
     _reads.__exit__(None, None, None)
     _leave(folder, _reads.reads)
+
+
+def begin_modules() -> None:
+    """Counts calls of modules from now on."""
+    _modules.begin()
+
+
+def end_modules(folder: str) -> None:
+    """Counts no longer, and leaves the calls in `folder`."""
+    _modules.end()
+    _leave(folder, _modules.called)
 
 
 def _leave(folder: str, counts: dict[str, int]) -> None:

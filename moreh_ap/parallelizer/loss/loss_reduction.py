@@ -66,6 +66,7 @@ from moreh_ap.parallelizer.loss.loss_targets import count_targets, is_count
 from moreh_ap.parallelizer.loss.mean_functions import (
     CLASS_LOSSES,
     COUNTS,
+    DIVISIONS,
     ELEMENT_LOSSES,
     LOADS,
     MEANS,
@@ -77,6 +78,7 @@ from moreh_ap.parallelizer.loss.mean_functions import (
     is_extreme,
     is_load,
     is_observed,
+    may_divide,
     summed_in,
     takes_statistics,
 )
@@ -91,9 +93,8 @@ _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
-_CHANGED = {PADS, Tensor.cuda, Tensor.to}.union(
-    CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, OBSERVED, LOADS
-)
+_OTHERS = {PADS, Tensor.cuda, Tensor.to}
+_CHANGED = _OTHERS.union(CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, OBSERVED, LOADS)
 """Functions that are other ones while the mode is active, or may be. Calls of all others are to lose no time here."""
 _signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
 
@@ -115,7 +116,7 @@ class GlobalReduction(OwnDevice):
 
     Attributes:
         saw: What there was in the forward: "counts" and "extremes" as in `MeanRules`, "statistics" of the rows that a
-            normalisation took; see `takes_statistics`.
+            normalisation took (see `takes_statistics`), "divisions" by a number (see `may_divide`); all with `record`.
         mean_places: The call site of each mean over dim 0, by its site; with `record` only.
         constant_places: Those of means of constants; see [Note: products of means].
         load_shapes: The shapes of what may be loads of experts, by call site; with `record`, or rules about such sites.
@@ -145,9 +146,8 @@ class GlobalReduction(OwnDevice):
         self.local_denominators: list[Tensor] = []
         self.global_denominators: list[Tensor] = []
         self.axis = world_axis() if axis is None else axis
-        self._known = denominators
-        self._record = record
-        self.rules = rules
+        self._known, self.rules = denominators, rules
+        self._record, self._noted = record, _CHANGED | DIVISIONS if record else _CHANGED
         self.mean_places: dict[int, int] = {}
         self.load_shapes: dict[int, set[torch.Size]] = {}
         self._meets, self._mark, self._meets_failed = meets, mark, meets_failed
@@ -185,7 +185,7 @@ class GlobalReduction(OwnDevice):
         kwargs = kwargs or {}
         if self._postponed is not None and not is_question(func):
             self.settle()
-        if func not in _CHANGED and "device" not in kwargs:
+        if func not in self._noted and "device" not in kwargs:
             return func(*args, **kwargs)
         if func in CLASS_LOSSES or func in ELEMENT_LOSSES:
             return self._loss(func, args, kwargs)
@@ -208,6 +208,8 @@ class GlobalReduction(OwnDevice):
             place, own = call_site(), func(*args, **kwargs)
             self.load_shapes.setdefault(place, set()).add(own.shape)
             return self._load_of(own) if place in self.rules.loads else own
+        if func in DIVISIONS and may_divide(func, args, kwargs):
+            self.saw.add("divisions")
         is_move = func is Tensor.cuda or (func is Tensor.to and not CUDA_DEVICES.isdisjoint(args))
         if is_move or kwargs.get("device") in CUDA_DEVICES:
             return super().__torch_function__(func, types, args, kwargs)
@@ -281,9 +283,7 @@ class GlobalReduction(OwnDevice):
     def _share(self, total: Tensor, count: Tensor | int) -> Tensor:
         """Returns total / global count; `count` is what this worker adds to it."""
         if not (self._postpones and self.before_meeting is None and can_wait(total)):
-            of_batch = self._add_up(count).to(total.device)
-            with torch._C.DisableTorchFunction():  # the script does not divide here: a trial is not to note it
-                return (total / of_batch).to(total.dtype)
+            return (total / self._add_up(count).to(total.device)).to(total.dtype)
         self._postponed = PostponedMean(total, count, call_site())
         self.local_denominators.append(self._postponed.count)
         self.global_denominators.append(self._postponed.denominator)

@@ -48,6 +48,14 @@ NORMALISES = EMBEDS | {F.batch_norm, F.instance_norm, OBSERVES}
 _SUMS, _ANY = {torch.sum, Tensor.sum}, {torch.any, Tensor.any}
 LOADS = _SUMS | _ANY
 """Functions that may say how many rows go somewhere; see `is_load`."""
+_READ_ONE = {Tensor.item, Tensor.__int__, Tensor.__index__}
+_DIVIDE_ONE_BY: set[Any] = {Tensor.__rdiv__, Tensor.reciprocal, Tensor.reciprocal_, torch.reciprocal}  # type: ignore[attr-defined]
+_DIVIDE = {
+    Tensor.div, Tensor.div_, Tensor.divide, Tensor.divide_, Tensor.true_divide, Tensor.true_divide_,
+    torch.div, torch.divide, torch.true_divide,
+}  # fmt: skip
+DIVISIONS = _READ_ONE | _DIVIDE_ONE_BY | _DIVIDE
+"""Functions that may divide by a number that a forward has counted; see `may_divide`."""
 
 
 def is_extreme(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -99,6 +107,14 @@ def takes_statistics(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
     running = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
     return running is not None and bool(kwargs.get("use_input_stats", args[5] if len(args) > 5 else True))
+
+
+def may_divide(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether a function divides by numbers without a gradient, or gives Python a whole one to divide by."""
+    if func in _READ_ONE:
+        return not args[0].is_floating_point()
+    divisor = args[0] if func in _DIVIDE_ONE_BY else args[1] if len(args) > 1 else kwargs.get("other")
+    return isinstance(divisor, Tensor) and not divisor.requires_grad
 
 
 def summed_in(values: Tensor) -> torch.dtype | None:

@@ -57,11 +57,12 @@ def receive(axis: Axis, place: int, device: torch.device) -> tuple[list[Tensor],
     Raises:
         StageFailed: It has failed, and sends none.
     """
-    specs, leaves, is_tensor, packed, lengths = receive_header(axis, place)
-    received = []
-    for shape, dtype, requires_grad in specs:
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        dist.recv(tensor, group=axis.group, group_src=place)
-        received.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
+    with torch._C.DisableTorchFunction():  # what the forward itself does is observed, not how it gets its inputs
+        specs, leaves, is_tensor, packed, lengths = receive_header(axis, place)
+        received = []
+        for shape, dtype, requires_grad in specs:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(tensor, group=axis.group, group_src=place)
+            received.append(tensor.requires_grad_(requires_grad and torch.is_grad_enabled()))
     marks = tuple(map(Travelling, lengths))
     return received, Nesting(leaves, is_tensor, unpickle_treespec(packed), marks)

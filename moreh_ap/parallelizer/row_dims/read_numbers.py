@@ -34,15 +34,12 @@ _SWITCH = names(
 )
 """Functions of numbers that go one way up to a value, and another way beyond it."""
 _ASK = _SWITCH | _COMPARE | {"index", "contains", "equal", "allclose", "item", "float", "tolist"}
-_DIVIDE = names("div truediv itruediv true_divide divide")
-_READ_ONE = frozenset({"item", "__int__", "__index__"})
 _MOST_READ = 4096
 """Entries of a tensor that may be numbers to decide by: more are a picture."""
 _ROUNDING, _SMALLEST = 1e-4, 1e-6
 """Numbers are equal that differ by this part of themselves, or by this."""
 TAKES_ROWS = "the forward takes some of the rows, by their values"
 ASKS_NUMBERS = "asks numbers"
-DIVIDES = "divides"
 READS_NUMBERS = "the forward reads a number that several rows have made, and may decide by it"
 
 
@@ -51,7 +48,7 @@ class ReadNumbers(Selections):
 
     Args:
         saw: See `Selections`; gets `ASKS_NUMBERS` if Python reads a `given` number, or one that follows from these, or
-            a function switches by it, and `DIVIDES` if something is divided by a number, or Python reads a whole one.
+            a function switches by it.
         given: Numbers among the arguments.
         module: What may hold numbers to compare them with.
 
@@ -81,8 +78,6 @@ class ReadNumbers(Selections):
             self.numbers += args[0].detach().flatten().tolist()
         elif name.strip("_") in _COMPARE:
             self.numbers += [float(one.detach()) for one in args[:2] if _is_fraction(one)]
-        if _may_divide(name, args):
-            self._saw.add(DIVIDES)
         are_given = self._given and self._follow_from_given(name.strip("_"), args, kwargs or {})
         result = super().__torch_function__(func, types, args, kwargs)
         if are_given:
@@ -117,14 +112,6 @@ def _is_among(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 def _is_fraction(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
-
-
-def _may_divide(name: str, args: tuple[Any, ...]) -> bool:
-    """Says whether a function divides by numbers without a gradient, or gives Python a whole one to divide by."""
-    if name in _READ_ONE:
-        return not args[0].is_floating_point()
-    divisor = args[1] if name.strip("_") in _DIVIDE and len(args) > 1 else None
-    return isinstance(divisor, Tensor) and not divisor.requires_grad
 
 
 def why_rows_meet(together: ReadNumbers, apart: Sequence[ReadNumbers]) -> str:

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from moreh_ap.parallelizer.pipeline.stages import stages_of
 from moreh_ap.parallelizer.row_dims.common_decisions import DECIDE, of_several_rows
 from moreh_ap.parallelizer.row_dims.equal_rows import with_equal_rows, with_marks
-from moreh_ap.parallelizer.row_dims.read_numbers import DIVIDES
 from moreh_ap.parallelizer.row_dims.row_steps import SHARE
 from moreh_ap.parallelizer.row_dims.selections import COUNTS_SELECTED
 from moreh_ap.parallelizer.trial.agreement import everywhere
@@ -97,9 +96,8 @@ class OtherValues:
         return _unless_shares_are_none(found, self._verdict(other))
 
     def _divides(self, probe: Probe) -> bool:
-        """Says whether the forward divides by a number, or reads one that it may divide by; where it runs in stages,
-        loss and stages divide by numbers of ours, too, and nothing is tried."""
-        return stages_of(probe.call.module) is None and not everywhere(DIVIDES not in probe.saw, probe.call)
+        """Says whether the forward divides by a number, or reads one that it may divide by."""
+        return not everywhere("divisions" not in probe.saw, probe.call)
 
     def _beside_others(self, probe: Probe, found: SplitVerdict) -> SplitVerdict:
         """Beside rows that decide otherwise. See `common_decisions.py`."""
