@@ -18,9 +18,9 @@ With recovery (`MOREH_RECOVERY=memory` or `auto`) workers copy what they hold af
 and steps makes it. Copies are taken before the counted steps, and not in them, whatever these take.
 
 [Note: first calls]
-The first call of a kind tries how it can be split, which takes more forwards than later calls. Of these, the calls of
-modules in each worker are counted: in the first step, and in the first call with a padding mask where the model has one.
-They do not depend on time either.
+The first call of a kind is tried on a few rows before, which takes more forwards than later calls. So the calls of
+modules in each worker are counted, in the first step, and in a first call with a padding mask where the model takes
+one. They do not depend on time either.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ def no_finalizers() -> Iterator[None]:
 
 
 def count(kind: str, calls: CallCounter) -> dict[str, tuple[dict[str, Any], Functions]]:
-    """Returns the counts of a kind of step, of first calls and in both regimes; the accelerator has been enabled by then."""
+    """Returns the counts of a kind of step, of first calls and in both regimes; the accelerator is enabled by then."""
     plan, make = KINDS[kind]
     accelerator = device.current()
     accelerator.options = accelerator.session.options = replace(accelerator.options, plan=Plan.parse(plan))

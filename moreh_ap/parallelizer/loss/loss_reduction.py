@@ -48,8 +48,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import sys
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -85,10 +83,10 @@ from moreh_ap.parallelizer.loss.mean_functions import (
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
+from moreh_ap.parallelizer.observation.call_sites import call_site, is_called_here
 from moreh_ap.parallelizer.observation.torch_calls import is_question
 from moreh_ap.parallelizer.surroundings.placement import CUDA_DEVICES, OwnDevice
 
-_NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
@@ -208,7 +206,7 @@ class GlobalReduction(OwnDevice):
             place, own = call_site(), func(*args, **kwargs)
             self.load_shapes.setdefault(place, set()).add(own.shape)
             return self._load_of(own) if place in self.rules.loads else own
-        if func in DIVISIONS and may_divide(func, args, kwargs):
+        if func in DIVISIONS and may_divide(func, args, kwargs) and not is_called_here():
             self.saw.add("divisions")
         is_move = func is Tensor.cuda or (func is Tensor.to and not CUDA_DEVICES.isdisjoint(args))
         if is_move or kwargs.get("device") in CUDA_DEVICES:
@@ -389,12 +387,3 @@ class GlobalReduction(OwnDevice):
             raise Diverged("rows decide over which losses the forward takes a mean")
         if other_marks:
             raise Diverged("rows decide what the forward draws, or whether it raises an error")
-
-
-def call_site() -> int:
-    """Returns a number below 2^32 for the call outside of PyTorch that is being executed: of its function, its line and
-    its place there, since its file may lie elsewhere on another host."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
-        frame = frame.f_back
-    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())

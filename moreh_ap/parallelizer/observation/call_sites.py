@@ -18,6 +18,7 @@ GATHERING = "torch.distributed"
 _PASSING_ON = {"torch.overrides", "torch.nn.modules.module", "torch.utils.checkpoint"}
 """Modules whose functions only call what they are given, in more ways than one: with hooks, with gradients. So do
 PyTorch's private ones."""
+_NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NAMES: dict[CodeType, int] = {}
 
 
@@ -39,6 +40,15 @@ def site_of_call() -> int:
     return found or 1
 
 
+def call_site() -> int:
+    """Returns a number below 2^32 for the call outside of PyTorch that is being executed: of its function, its line and
+    its place there, since its file may lie elsewhere on another host."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
+        frame = frame.f_back
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())
+
+
 def is_called_by(package: str) -> bool:
     """Returns whether the torch function that is being called comes from a package of PyTorch, not from the model."""
     frame = sys._getframe(1)
@@ -50,6 +60,17 @@ def is_called_by(package: str) -> bool:
             return False
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def is_called_here() -> bool:
+    """Returns whether the torch function that a mode gets is called by this package itself, not by the model through
+    modes of the package that pass it on."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (
+        frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__") == "torch.overrides"
+    ):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__")).startswith("moreh_ap.")
 
 
 def is_in_function_of_script() -> bool:

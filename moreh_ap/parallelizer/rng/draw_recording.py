@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moreh_ap.parallelizer.observation.call_sites import site_of_call
+from moreh_ap.parallelizer.observation.call_sites import is_called_here, site_of_call
 from moreh_ap.parallelizer.rng.drawing_operations import draws_numbers, with_one_row
 from moreh_ap.parallelizer.rng.found_rows import FINDS_ROWS, FoundRows
 from moreh_ap.parallelizer.rng.packed_sequences import lengths_in
@@ -120,7 +120,8 @@ class DrawRecorder(TorchFunctionMode):
         no_rows = with_one_row(name, args, kwargs or {})
         if no_rows is not None:
             self._note_no_rows(func, no_rows, kwargs or {})
-        with Recording(self._found, self._coins) as recording:
+        coins = None if is_called_here() else self._coins  # the seed of a region decides nothing
+        with Recording(self._found, coins) as recording:
             result = func(*args, **(kwargs or {}))
         are_packed = lengths_in(name, args) is not None
         self.drawn += [replace(draw, are_packed=True) for draw in recording.drawn] if are_packed else recording.drawn

@@ -1,5 +1,5 @@
-"""Which maxima and minima are those of all whole numbers in a tensor, which sums may be loads of experts, and which
-means are of constants."""
+"""Which maxima and minima are those of all whole numbers in a tensor, which sums may be loads of experts, which means
+are of constants, and what may divide by a count."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
-from moreh_ap.parallelizer.loss.mean_functions import EXTREMES, SMALLEST, is_constant, is_extreme, is_load
+from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
+from moreh_ap.parallelizer.loss.mean_functions import (
+    DIVISIONS,
+    EXTREMES,
+    SMALLEST,
+    is_constant,
+    is_extreme,
+    is_load,
+    may_divide,
+)
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
 
 LENGTHS = torch.tensor([3, 5, 4])
@@ -84,3 +94,49 @@ def test_a_loss_of_scores_on_meta_takes_real_labels(reduction):
         loss = F.cross_entropy(scores, labels, reduction=reduction)
         F.binary_cross_entropy_with_logits(scores, torch.ones(4, 5), reduction=reduction)
     assert loss.is_meta and [count.item() for count in found.local_denominators] == [3, 20] * (reduction == "mean")
+
+
+class Divisions(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.noted = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.noted |= func in DIVISIONS and may_divide(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+LOSS, COUNT, LEARNED = torch.tensor(6.0), torch.tensor(2), torch.tensor(2.0, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("divide", "wanted"),
+    [
+        (lambda: LOSS / COUNT, True),
+        (lambda: LOSS.clone().div_(COUNT), True),
+        (lambda: torch.div(LOSS, other=COUNT), True),
+        (lambda: LOSS * (1 / COUNT), True),
+        (lambda: LOSS * COUNT.reciprocal(), True),
+        (lambda: LOSS / COUNT.item(), True),
+        (lambda: LOSS / max(int(COUNT), 1), True),
+        (lambda: LOSS / 2, False),
+        (lambda: LOSS / LEARNED, False),
+        (lambda: LOSS * COUNT, False),
+        (lambda: LOSS.item() / 2, False),
+    ],
+)
+def test_what_may_divide_by_a_count(divide, wanted):
+    with Divisions() as mode:
+        divide()
+    assert mode.noted is wanted
+
+
+def test_batch_normalisation_divides_by_no_count_of_the_script():
+    recorder = GlobalReduction(torch.device("cpu"), record=True)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    with recorder:
+        F.cross_entropy(model(torch.randn(4, 3)), torch.tensor([0, 1, 1, 0]))
+    assert recorder.saw == {"statistics"}
+    with recorder:
+        model(torch.randn(4, 3)).sum() / torch.tensor(4)
+    assert recorder.saw == {"statistics", "divisions"}

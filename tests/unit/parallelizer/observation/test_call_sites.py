@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from moreh_ap.parallelizer.observation.call_sites import is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.call_sites import is_called_by, is_called_here, site_of_call
 
 
 def inner() -> int:
@@ -32,20 +32,30 @@ class PassingOn(TorchFunctionMode):
 class Noting(TorchFunctionMode):
     def __init__(self):
         super().__init__()
-        self.sites, self.by_functional = [], []
+        self.sites, self.by_functional, self.here = [], [], []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         self.sites.append(site_of_call())
         self.by_functional.append(is_called_by("torch.nn.functional"))
+        self.here.append(is_called_here())
         return func(*args, **(kwargs or {}))
+
+
+class InPlaceOfExp(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return exp(*args) if func is torch.exp else func(*args, **(kwargs or {}))
+
+
+def exp(x):
+    return x.log1p()
 """
 """Modes as those of the package, whose own lines are left out of places."""
 
 
 @pytest.fixture(scope="module")
 def modes():
-    names = {"TorchFunctionMode": TorchFunctionMode, "site_of_call": site_of_call, "is_called_by": is_called_by}
-    exec(NOTING, names := {**names, "__name__": "moreh_ap.modes"})
+    names = {one.__name__: one for one in (TorchFunctionMode, site_of_call, is_called_by, is_called_here)}
+    exec(NOTING, names := {**names, "torch": torch, "__name__": "moreh_ap.modes"})
     return SimpleNamespace(**names)
 
 
@@ -67,3 +77,12 @@ def test_functions_that_pytorch_calls_are_told_from_those_of_the_model(modes):
         torch.exp(x)
         F.normalize(x)
     assert noting.by_functional == [False, True]
+
+
+def test_functions_that_modes_call_themselves_are_told_from_those_that_they_pass_on(modes):
+    x = torch.ones(2, 3)
+    with modes.Noting() as noting, modes.PassingOn(), modes.InPlaceOfExp():
+        torch.sin(x)
+        torch.exp(x)
+        F.normalize(x)
+    assert noting.here == [False, True, False]

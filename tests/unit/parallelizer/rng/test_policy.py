@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from moreh_ap.parallelizer.rng.draw_recording import Coins, DrawRecorder
 from moreh_ap.parallelizer.rng.policy import (
     NUM_OTHER_STREAMS,
     Draws,
@@ -218,3 +219,15 @@ def test_ranks_draw_their_own_numbers_in_a_region_and_the_same_after_it():
         stream.swap()
         after.append(torch.rand(()).item())
     assert inside[0] != inside[1] and after[0] == after[1]
+
+
+@pytest.mark.parametrize(("seed_of", "wanted"), [(lambda: OwnStream(0, CPU), False), (lambda: torch.rand(()), True)])
+def test_the_seed_of_a_region_decides_nothing_and_a_number_of_the_script_may(seed_of, wanted):
+    """A number that may decide what is drawn next has the trial repeated with six other streams."""
+    coins = Coins()
+    for _ in range(2):
+        with DrawRecorder(coins) as recorder:
+            seed_of()
+        assert len(recorder.drawn) == 1
+        coins.again()
+    assert coins.found is wanted
