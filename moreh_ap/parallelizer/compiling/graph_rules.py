@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moreh_ap.parallelizer.loss.loss_precision import RAISED
-from moreh_ap.parallelizer.loss.mean_functions import CLASS_LOSSES, ELEMENT_LOSSES
+from moreh_ap.parallelizer.loss.mean_functions import LOSSES
 from moreh_ap.parallelizer.rng.shared_draws import MAY_DRAW
 from moreh_ap.parallelizer.surroundings.placement import CUDA_DEVICES
 
-_LOSSES = frozenset(loss.__name__ for loss in (*CLASS_LOSSES, *ELEMENT_LOSSES))
+_LOSSES = frozenset(loss.__name__ for loss in LOSSES)
 _RAISED = frozenset(function.__name__ for function in RAISED)
 _IN_PLACE = frozenset({"iadd", "isub", "imul", "itruediv", "ifloordiv", "imatmul", "ipow", "setitem"})
 _DROPOUTS = frozenset(name for name in MAY_DRAW if "dropout" in name)

@@ -40,9 +40,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.loss.diverged import Diverged
+from moreh_ap.parallelizer.loss.loss_reduction import call_site
 from moreh_ap.parallelizer.loss.mean_rules import LENGTHS, MeanRules
 from moreh_ap.parallelizer.mesh import Axis
-from moreh_ap.parallelizer.observation.call_sites import GATHERING, call_site, is_called_by, site_of_call
+from moreh_ap.parallelizer.observation.call_sites import GATHERING, is_called_by, site_of_call
 from moreh_ap.parallelizer.observation.filled_arguments import FilledArguments
 from moreh_ap.parallelizer.observation.module_calls import Original, module_step, seeing_modules
 from moreh_ap.parallelizer.observation.torch_calls import (

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from moreh_ap.parallelizer.loss.mean_functions import CLASS_LOSSES, ELEMENT_LOSSES
+from moreh_ap.parallelizer.loss.mean_functions import LOSSES
 
 _LOG_PROBABILITIES = {F.log_softmax, torch.log_softmax, Tensor.log_softmax}
-RAISED = (CLASS_LOSSES | ELEMENT_LOSSES | _LOG_PROBABILITIES) - {F.ctc_loss}
+RAISED = (LOSSES | _LOG_PROBABILITIES) - {F.ctc_loss}
 """Functions that compute in float32. `ctc_loss` has log-probabilities for its operand."""
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)

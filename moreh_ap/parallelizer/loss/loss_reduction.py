@@ -48,6 +48,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -65,8 +67,8 @@ from moreh_ap.parallelizer.loss.mean_functions import (
     CLASS_LOSSES,
     COUNTS,
     DIVISIONS,
-    ELEMENT_LOSSES,
     LOADS,
+    LOSSES,
     MEANS,
     NORMALISES,
     OBSERVED,
@@ -83,16 +85,16 @@ from moreh_ap.parallelizer.loss.mean_functions import (
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 from moreh_ap.parallelizer.loss.postponed_mean import PostponedMean, can_wait
 from moreh_ap.parallelizer.mesh import Axis, world_axis
-from moreh_ap.parallelizer.observation.call_sites import call_site, is_called_here
+from moreh_ap.parallelizer.observation.call_sites import is_called_here
 from moreh_ap.parallelizer.observation.torch_calls import is_question
 from moreh_ap.parallelizer.surroundings.placement import CUDA_DEVICES, OwnDevice
 
+_NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NOT_THE_SCRIPT_S = (torch.OutOfMemoryError, dist.DistError)
 """Errors of a forward that come from the device or the other workers: a worker does not come to a meeting with them."""
 _FAILED = 2**16  # the mark of a forward that raised, which no stream has
 _PLACES = 2**16  # so that sums of their squares are exact in float64
-_OTHERS = {PADS, Tensor.cuda, Tensor.to}
-_CHANGED = _OTHERS.union(CLASS_LOSSES, ELEMENT_LOSSES, MEANS, NORMALISES, COUNTS, OBSERVED, LOADS)
+_CHANGED = {PADS, Tensor.cuda, Tensor.to} | LOSSES | MEANS | NORMALISES | COUNTS | OBSERVED | LOADS
 """Functions that are other ones while the mode is active, or may be. Calls of all others are to lose no time here."""
 _signature_of = functools.cache(inspect.signature)  # PyTorch's own functions; it reads their code each time
 
@@ -185,7 +187,7 @@ class GlobalReduction(OwnDevice):
             self.settle()
         if func not in self._noted and "device" not in kwargs:
             return func(*args, **kwargs)
-        if func in CLASS_LOSSES or func in ELEMENT_LOSSES:
+        if func in LOSSES:
             return self._loss(func, args, kwargs)
         if func in MEANS:
             return self._mean(func, args, kwargs)
@@ -387,3 +389,12 @@ class GlobalReduction(OwnDevice):
             raise Diverged("rows decide over which losses the forward takes a mean")
         if other_marks:
             raise Diverged("rows decide what the forward draws, or whether it raises an error")
+
+
+def call_site() -> int:
+    """Returns a number below 2^32 for the call outside of PyTorch that is being executed: of its function, its line and
+    its place there, since its file may lie elsewhere on another host."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
+        frame = frame.f_back
+    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())

@@ -32,6 +32,7 @@ ELEMENT_LOSSES = {
     F.multilabel_soft_margin_loss,
     F.ctc_loss,
 }
+LOSSES = CLASS_LOSSES | ELEMENT_LOSSES
 WEIGHTED_MEANS = {F.mse_loss, F.l1_loss}  # their weighted mean divides by the sum of weights, others by the count
 MEANS = {torch.mean, Tensor.mean}
 COUNTS = {torch.sum, Tensor.sum, torch.count_nonzero, Tensor.count_nonzero}

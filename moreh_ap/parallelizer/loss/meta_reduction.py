@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.loss.input_operations import InputOperationRecorder
 from moreh_ap.parallelizer.loss.loss_reduction import GlobalReduction
-from moreh_ap.parallelizer.loss.mean_functions import CLASS_LOSSES, COUNTS, ELEMENT_LOSSES, MEANS
+from moreh_ap.parallelizer.loss.mean_functions import COUNTS, LOSSES, MEANS
 from moreh_ap.parallelizer.loss.mean_rules import NO_RULES, MeanRules
 
 _GROUPED_PRODUCTS = {getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}
@@ -51,7 +51,7 @@ class MetaReduction(GlobalReduction):
 
     def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a torch function as the forward gets it."""
-        if func in CLASS_LOSSES or func in ELEMENT_LOSSES or func in MEANS or func in COUNTS:
+        if func in LOSSES or func in MEANS or func in COUNTS:
             return super().__torch_function__(func, (), args, kwargs)
         tensors: list[Tensor] = []
         tree_map_only(Tensor, tensors.append, (args, kwargs))

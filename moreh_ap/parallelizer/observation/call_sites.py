@@ -18,7 +18,6 @@ GATHERING = "torch.distributed"
 _PASSING_ON = {"torch.overrides", "torch.nn.modules.module", "torch.utils.checkpoint"}
 """Modules whose functions only call what they are given, in more ways than one: with hooks, with gradients. So do
 PyTorch's private ones."""
-_NOT_THE_MODEL = {"torch", "moreh_ap"}
 _NAMES: dict[CodeType, int] = {}
 
 
@@ -38,15 +37,6 @@ def site_of_call() -> int:
             inner = place
         frame = frame.f_back  # type: ignore[assignment]
     return found or 1
-
-
-def call_site() -> int:
-    """Returns a number below 2^32 for the call outside of PyTorch that is being executed: of its function, its line and
-    its place there, since its file may lie elsewhere on another host."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_MODEL:
-        frame = frame.f_back
-    return zlib.crc32(f"{frame.f_code.co_name} {frame.f_lineno} {frame.f_lasti}".encode())
 
 
 def is_called_by(package: str) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moreh_ap.parallelizer.observation.call_sites import call_site
+from moreh_ap.parallelizer.loss.loss_reduction import call_site
 
 Sizes = Mapping["Part", Sequence[int]]
 """Of how many values a channel each normalisation takes its statistics, in order."""
