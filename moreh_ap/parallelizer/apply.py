@@ -222,7 +222,7 @@ def _spread_over_data(
     plain = unshardable(module)
     if here is not None:
         inside = {id(p) for stage in here.local.values() for p in stage.parameters()}
-        plain |= {p for p in module.parameters() if id(p) not in inside}
+        plain |= {p for name, p in module.named_parameters() if id(p) not in inside or name in here.absent}
     if by_fsdp:
         if position.data.size == 1:
             plain |= only_copied(module, plan)

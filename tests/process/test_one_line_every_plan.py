@@ -7,6 +7,7 @@ import torch
 from one_line_models import OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
 from pipeline_jobs import train_tied
 from torch import nn
+from transformers import RobertaConfig, RobertaForMaskedLM
 
 from moreh_ap.device import disable
 from moreh_ap.errors import PlanError, UnsupportedError
@@ -81,6 +82,32 @@ def test_a_loss_from_logits_and_a_batch_of_one_row(plan):
         single = model(**batch(1, device, rows=1)).loss
         single.backward()
         return loss.detach().cpu(), single.detach().cpu(), gradients(model)
+
+    assert_same(*on_both(script))
+
+
+@pytest.mark.parametrize("text", ["pipeline=2", "shard=2,pipeline=2,micro_batches=2"])
+def test_a_head_with_the_weight_of_the_embedding_and_a_bias_of_its_own(text, accelerator):
+    """Its weight is on both stages, its bias on the last alone; an evaluation runs all stages on each worker."""
+    accelerator(text)
+    settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_attention_heads": 4}
+
+    def script(device):
+        config = RobertaConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, max_position_embeddings=32,
+            **settings,
+        )  # fmt: skip
+        model = RobertaForMaskedLM(config).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for step in range(3):
+            loss = model(**batch(step, device)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses += [loss.cpu(), model(**batch(step + 3, device)).loss.cpu()]
+        return losses, on_host(model)
 
     assert_same(*on_both(script))
 

@@ -65,10 +65,10 @@ class Stages:
         self._found = found
         self._module = module
         holders = {name: self._holders_of(name, found) for name, _ in module.named_parameters()}
-        self._first_holder = {}
+        self._held: dict[str, list[int]] = {}
         for name, stages in holders.items():
             for tied in _with_tied_names(module, {name}):
-                self._first_holder[tied] = min(stages) % axis.size
+                self._held[tied] = [stage % axis.size for stage in sorted(stages)]
         workers = {name: sorted({stage % axis.size for stage in stages}) for name, stages in holders.items()}
         self.everywhere = _with_tied_names(module, {name for name, held in workers.items() if len(held) == axis.size})
         self.absent = _with_tied_names(module, {name for name, held in workers.items() if axis.rank not in held})
@@ -123,7 +123,13 @@ class Stages:
 
     def first_holder_of(self, name: str) -> int:
         """Returns the place on the axis whose copy of a parameter counts. See [Note: held twice]."""
-        return self._first_holder[name]
+        return self._held[name][0]
+
+    def holder_of_all(self, names: Sequence[str]) -> int:
+        """Returns the first place on the axis whose worker holds all of some parameters, which a module uses together:
+        of a head, the embedding's weight and a bias of its own."""
+        first, *others = names
+        return next(place for place in self._held[first] if all(place in self._held[name] for name in others))
 
     def holder_of_buffer(self, name: str) -> int:
         """Returns the place on the axis whose copy of a buffer a forward may have changed."""

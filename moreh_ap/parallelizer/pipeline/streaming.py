@@ -48,7 +48,7 @@ class Streaming(CallExtension):
             names = [name for name, _ in unit.named_parameters(prefix=path)]
             if names:
                 travels = not all(name in stages.everywhere for name in names)
-                owner = stages.first_holder_of(names[0]) if travels else None
+                owner = stages.holder_of_all(names) if travels else None
                 unit.register_forward_pre_hook(self._fetcher(unit, owner), with_kwargs=True)
                 unit.register_forward_hook(self._dropper(unit, owner), always_call=True)
 
