@@ -2,9 +2,9 @@
 
     python gpu_cases.py DEVICE PLACE NAME...    # DEVICE: cuda or cpu, PLACE: reference, or a name in PLACES
 
-NAME is that of a training at the reference, elsewhere that of a case; without any, all of the place run. Prints one line
-of JSON a case: losses and some weights of it. `reference` is the same without the one line. CPU workers
-stand in where there is no GPU. Needs neither a network nor `datasets`.
+NAME is that of a training at the reference, elsewhere that of a case; without any, all of the place run. Prints one
+line of JSON a case: losses and some weights of it. `reference` is the same without the one line. CPU workers stand in
+where there is no GPU. Needs neither a network nor `datasets`.
 """
 
 from __future__ import annotations

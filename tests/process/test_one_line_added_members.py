@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
 from moreh_ap.session.session import Session
 
-PLANS = ["replicate=2", "shard=2", "replicate=1"]
+PLANS = rotating_from(1, ["replicate=2", "shard=2", "replicate=1"])
 
 
 class Projecting(nn.Module):

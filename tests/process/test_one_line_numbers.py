@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
@@ -94,7 +95,7 @@ class Functional(nn.Module):
         return F.linear(F.linear(x, weights[0], weights[1]).relu(), *weights[2:])
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", pytest.param("shard=2", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2"]))
 def test_weights_among_the_arguments(accelerator: Callable[[str], Session], monkeypatch, plan):
     def script(device: str) -> object:
         model, found = Functional().to(device), []

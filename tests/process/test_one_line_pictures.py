@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import nn
 
@@ -167,7 +168,7 @@ def test_layers_may_be_split(accelerator):
     assert_same(*on_both(lambda device: train("patches", device)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2"]))
 def test_as_many_pictures_as_rows_by_chance(accelerator, plan):
     """Batches of one form: where each row has one picture they are ordinary rows, and where it has not they are not."""
     accelerator(plan, strict=True)

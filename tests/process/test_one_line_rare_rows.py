@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MinMaxObserver, MovingAverageMinMaxObserver
 from torch.nn.utils.rnn import pack_sequence
 
 
-@pytest.fixture(params=["replicate=2", pytest.param("shard=2", marks=pytest.mark.rotating)], autouse=True)
+@pytest.fixture(params=rotating_from(1, ["replicate=2", "shard=2"]), autouse=True)
 def session(request, accelerator):
     return accelerator(request.param, strict=True)  # a call that every device computes whole is an error
 

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import nn
 from torch.ao.quantization import QuantStub, get_default_qat_qconfig, prepare_qat
@@ -16,7 +17,7 @@ from moreh_ap.errors import PlanError
 WHOLE = "Every device computes the whole batch"
 
 
-@pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
+@pytest.fixture(params=rotating_from(1, ["replicate=2", "shard=2"]), autouse=True)
 def session(request, accelerator):
     return accelerator(request.param)
 

@@ -20,13 +20,14 @@ from one_line_models import (
     tiny_gpt2,
     tiny_llama,
 )
+from rotating import rotating_from
 from torch import Tensor, nn
 
 from moreh_ap.device import disable
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.local import garbage_at_start
 
-PLANS = ["replicate=2", "shard=2"]
+PLANS = rotating_from(1, ["replicate=2", "shard=2"])
 
 
 @pytest.fixture(params=PLANS, autouse=True)
@@ -972,7 +973,7 @@ class SparseLookups(nn.Module):
 
 @once
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_an_embedding_with_sparse_gradients(accelerator, plan, optimizer_class):
     accelerator(plan)
 
