@@ -26,7 +26,7 @@ def train(model, device, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", rotating_from(1, [True, False]))
 def test_c22_checkpointing_works_either_way(use_reentrant):
     def script(device):
         model = tiny_gpt2().to(device).train()

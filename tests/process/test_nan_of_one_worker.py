@@ -43,7 +43,10 @@ for step in range(5):
 """
 
 
-@pytest.mark.parametrize("plan, where, said", [("replicate=2", "moreh-worker-1", 1), ("shard=2", "all", 0)])
+@pytest.mark.parametrize(
+    "plan, where, said",
+    [("replicate=2", "moreh-worker-1", 1), pytest.param("shard=2", "all", 0, marks=pytest.mark.rotating)],
+)
 def test_the_worker_is_named_whose_part_of_a_loss_alone_is_nan(tmp_path, plan, where, said):
     (tmp_path / "wrong_device.py").write_text(WRONG_DEVICE)
     with UserScript("wrong_device.py", plan, where, cwd=tmp_path) as script:

@@ -72,7 +72,7 @@ def train(model: nn.Module, device: str) -> object:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("make", [Projecting, Centred])
+@pytest.mark.parametrize("make", rotating_from(1, [Projecting, Centred]))
 def test_what_the_first_forward_adds_is_trained(accelerator: Callable[[str], Session], plan, make):
     accelerator(plan)
     assert_same(*on_both(lambda device: train(make(), device)), rtol=1e-4, atol=1e-5)

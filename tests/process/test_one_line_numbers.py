@@ -37,7 +37,7 @@ class Weighted(nn.Module):
         return FORMS[self.form](self, self.layer(x), c)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", rotating_from(1, FORMS))
 def test_a_coefficient_that_is_zero_in_the_first_call(accelerator: Callable[[str], Session], form):
     def script(device: str) -> object:
         model, trace = Weighted(form).to(device), []
@@ -139,8 +139,8 @@ class Gated(nn.Module):
         return (y @ y.t()).softmax(1) if self.meets else y
 
 
-@pytest.mark.parametrize("meets", [False, True])
-@pytest.mark.parametrize("kind", ["buffer", "square"])
+@pytest.mark.parametrize("meets", rotating_from(1, [False, True]))
+@pytest.mark.parametrize("kind", rotating_from(1, ["buffer", "square"]))
 def test_a_gate_that_is_zero_in_the_first_calls(accelerator: Callable[[str], Session], kind, meets):
     def script(device: str) -> object:
         model, trace = Gated(kind, meets).to(device), []
@@ -196,7 +196,7 @@ class Checking(nn.Module):
         return y if mask.all() else y.masked_fill(~mask, 0.0)
 
 
-@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("normalises", rotating_from(1, [False, True]))
 def test_what_is_asked_of_all_rows_and_decides_nothing_leaves_the_batch_split(
     accelerator: Callable[[str], Session], normalises, monkeypatch, capsys
 ):
@@ -215,7 +215,7 @@ def test_what_is_asked_of_all_rows_and_decides_nothing_leaves_the_batch_split(
     assert "whole batch" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", DECISIONS)
+@pytest.mark.parametrize("kind", rotating_from(1, DECISIONS))
 def test_a_row_of_a_later_batch_decides_for_those_of_other_workers(accelerator: Callable[[str], Session], kind):
     def script(device: str) -> object:
         model, trace = Deciding(kind).to(device), []

@@ -71,7 +71,7 @@ def steps_sent(session: Session) -> list[Any]:
 
 
 @pytest.mark.parametrize("plan", [*PLANS, *MORE_PLANS])
-@pytest.mark.parametrize("kind", ON_WORKERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", rotating_from(2, ON_WORKERS), ids=lambda kind: kind.__name__)
 def test_workers_step(accelerator, plan, kind):
     sent = steps_sent(accelerator(plan))
     assert_same(*on_both(lambda device: train(device, kind)), rtol=1e-4, atol=2e-5)

@@ -125,7 +125,7 @@ class Codebook(Classifier):
         return loss + F.cross_entropy(self.outer(self.drop(hidden_BH + (nearest_BH - hidden_BH).detach())), y_B)
 
 
-@pytest.mark.parametrize("kind", [RareTerm, ReadCount, Weighted, Observed, Codebook])
+@pytest.mark.parametrize("kind", rotating_from(1, [RareTerm, ReadCount, Weighted, Observed, Codebook]))
 def test_rows_that_a_trial_does_not_have_count_as_on_one_device(kind):
     assert_trains_alike(kind)
 

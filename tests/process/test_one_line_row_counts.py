@@ -43,7 +43,7 @@ class Actor(nn.Module):
         return (Independent(normal, 1) if self.kind == "vectors" else normal), self.value(hidden).squeeze(-1)
 
 
-@pytest.mark.parametrize("kind", ["choices", "numbers", "vectors"])
+@pytest.mark.parametrize("kind", rotating_from(1, ["choices", "numbers", "vectors"]))
 def test_distributions_are_those_of_all_rows(kind):
     torch.manual_seed(0)
     steps = [(torch.randn(ROWS, 5), torch.randn(ROWS)) for _ in range(3)]

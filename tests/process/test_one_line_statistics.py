@@ -32,7 +32,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", rotating_from(1, NORMS))
 def test_statistics_are_those_of_the_whole_batch_and_each_worker_computes_its_rows(name, capsys):
     def script(device):
         torch.manual_seed(0)
@@ -152,8 +152,8 @@ class Heads(nn.Module):
         return scores if target is None else F.cross_entropy(scores, target)
 
 
-@pytest.mark.parametrize("norms", [0, 1])
-@pytest.mark.parametrize("gives_loss", [False, True])
+@pytest.mark.parametrize("norms", rotating_from(1, [0, 1]))
+@pytest.mark.parametrize("gives_loss", rotating_from(1, [False, True]))
 def test_a_mean_over_heads_is_no_mean_over_the_batch(capsys, norms, gives_loss):
     def script(device):
         torch.manual_seed(0)
@@ -328,7 +328,7 @@ def test_a_running_mean_that_is_zero_but_for_rounding(capsys):
     assert WHOLE not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("evaluates", ["at the end", "each step"])
+@pytest.mark.parametrize("evaluates", rotating_from(1, ["at the end", "each step"]))
 def test_an_average_that_shares_the_buffers_of_a_model(evaluates):
     """`average.data = buffer.data`, as the moving averages of ignite and others write it."""
 
