@@ -8,8 +8,8 @@ import pytest
 
 
 def rotating_from(first: int, values: Iterable[object]) -> list[object]:
-    """Returns parameters of a test, of which those from place `first` on are marked `rotating`."""
+    """Returns parameters of a test, tuples of them for several, of which those from place `first` on rotate."""
+    rotating = [value if isinstance(value, tuple) else (value,) for value in values]
     return [
-        value if place < first else pytest.param(value, marks=pytest.mark.rotating)
-        for place, value in enumerate(values)
+        pytest.param(*one, marks=() if place < first else pytest.mark.rotating) for place, one in enumerate(rotating)
     ]

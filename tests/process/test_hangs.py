@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from rotating import rotating_from
 from user_script import UserScript
 
 SCRIPT = "survive_losses.py"
@@ -34,10 +35,7 @@ def stacks_in(out: str) -> dict[int, str]:
 
 @pytest.mark.parametrize(
     "plan, fault, how",
-    [
-        ("shard=2", "stopped", STOPPED),
-        pytest.param("replicate=2", "collective", r".*", marks=pytest.mark.rotating),
-    ],
+    rotating_from(1, [("shard=2", "stopped", STOPPED), ("replicate=2", "collective", r".*")]),
 )
 def test_a_worker_that_hangs_is_replaced_as_if_it_was_lost(folders, tmp_path, plan, fault, how):
     with UserScript(SCRIPT, plan, fault, cwd=tmp_path, **folders) as script:
