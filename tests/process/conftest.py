@@ -26,18 +26,21 @@ USUAL_DEVICES = 2
 NEXT_USES_ACCELERATOR = pytest.StashKey[bool]()
 SLOW_SCRIPTS = (
     "test_storm.py",
-    "test_several_hosts.py",
     "test_one_line_endings.py",
     "test_manual_scripts.py",
     "test_tutorials.py",
     "test_drop_in_lm.py",
+    "test_several_hosts.py",
     "test_recovery.py",
     "test_automatic_checkpoints.py",
     "test_resumed_runs.py",
     "test_leaner_plan.py",
     "test_step_counts.py",
 )
-"""Files without `accelerator` that take longest, the longest first, so that no lane begins one of them at the end."""
+"""Files without `accelerator` that take longest, the longest first, so that no lane begins one of them at the end.
+
+Those with many workers of their own are apart, so that two lanes hardly run them at the same time.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
