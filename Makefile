@@ -108,7 +108,7 @@ test-storm: $(INSTALLED)  ## a hundred random faults while workers train (half a
 # CPU workers everywhere. tqdm warns of a package for progress bars, which no notebook shows.
 notebooks: $(INSTALLED)  ## run every notebook and compare what it prints with what is in it
 	@CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONWARNINGS="ignore:IProgress not found" \
-		$(PY) -m pytest -q -p no:cacheprovider --nbval --nbval-current-env --nbval-cell-timeout 240 \
+		$(PY) -m pytest -q -p no:cacheprovider --numprocesses=$(LANES) --dist=loadfile --nbval --nbval-current-env --nbval-cell-timeout 240 \
 		--nbval-sanitize-with tutorials/notebooks/sanitize.cfg $(NOTEBOOKS)
 
 test-matrix: $(INSTALLED)  ## every family under every plan (up to an hour); its numbers go to docs/reference/exactness.json

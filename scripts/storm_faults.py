@@ -33,6 +33,7 @@ _RUN_VARIABLE = "MOREH_STORM_RUN"
 _WORKER = re.compile(r"moreh-worker-(\d+)")
 _TOOK_OVER = re.compile(r"Others took over: (\d+) steps? (?:was|were) computed again, ([\d.]+) s")
 _POLL_S = 0.01
+_COPY_POLL_S = 2e-4  # a fraction of what a copy takes: looking all the time would take a core from the training
 _FOUND_WITHIN_S = 60.0  # the moment that a fault is meant for
 
 
@@ -341,6 +342,7 @@ class Storm:
                         self._send(workers[rank], signal.SIGKILL)
                         return self._last_s
                     before[slot, rank] = now
+                time.sleep(_COPY_POLL_S)
         finally:
             for slot in slots:
                 os.close(slot)

@@ -23,6 +23,9 @@ ONE_LANE = ("tests/site/", "tests/process/test_several_hosts")
 NUM_PARTS = 8
 """Of the tests marked `rotating`."""
 
+NUM_FILES = 30
+"""Of which the summary of `make test` tells the seconds."""
+
 # All tests have CPU workers wherever they run, as continuous integration does. Only the processes that tests in
 # `tests/gpu` start see the GPUs that could be seen before; "all" is for a variable that was not set.
 os.environ.setdefault("MOREH_TEST_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
@@ -61,6 +64,26 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"RERUN {report.nodeid}", "-")
         terminalreporter.write_line(report.longreprtext)
+    if terminalreporter.config.getoption("durations"):
+        _print_seconds(terminalreporter)
+
+
+def _print_seconds(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints where the time went: the seconds of the costliest files, and of each lane, with what it idled."""
+    reports = [one for some in terminalreporter.stats.values() for one in some if isinstance(one, pytest.TestReport)]
+    files, tests, lanes, ends = Counter[str](), Counter[str](), Counter[str](), dict[str, float]()
+    for report in reports:
+        file, lane = report.nodeid.split("::")[0], getattr(report, "worker_id", "one")
+        files[file] += report.duration
+        tests[file] += report.when == "call"
+        lanes[lane] += report.duration
+        ends[lane] = max(ends.get(lane, 0.0), report.stop)
+    terminalreporter.section(f"seconds per file, {sum(files.values()):.0f} in all")
+    for file, seconds in files.most_common(NUM_FILES):
+        terminalreporter.write_line(f"{seconds:7.1f} s  {tests[file]:4} tests  {file}")
+    for lane in sorted(lanes):
+        idle_s = max(ends.values()) - ends[lane]
+        terminalreporter.write_line(f"{lanes[lane]:7.1f} s in lane {lane}, which ended {idle_s:.0f} s before the last")
 
 
 def _parts(items: list[pytest.Item]) -> Iterator[int]:

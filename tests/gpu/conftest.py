@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_runs import Results, num_gpus, results_of
+from gpu_runs import Results, num_gpus, results_of, why_not
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """``results(place)``: see `results_of`."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """``results(place)``: see `results_of`; what the tests of this run ask for, and no more."""
     folder: Path = tmp_path_factory.mktemp("gpu")
-    return lambda place: results_of(place, folder)
+    asked: dict[str, dict[str, None]] = {"reference": {}}
+    for item in request.session.items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if "case" in parameters and "place" in parameters and not why_not(parameters["place"]):
+            asked.setdefault(parameters["place"], {})[parameters["case"].name] = None
+            asked["reference"][parameters["case"].training] = None
+    return lambda place: results_of(place, folder, tuple(asked[place]))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,9 +1,10 @@
 """What is tried on GPUs: small trainings, each under a plan, in processes of their own. Runs as a script too.
 
-    python gpu_cases.py DEVICE PLACE    # DEVICE: cuda or cpu, PLACE: reference, or a name in PLACES
+    python gpu_cases.py DEVICE PLACE NAME...    # DEVICE: cuda or cpu, PLACE: reference, or a name in PLACES
 
-Prints one line of JSON a case: losses and some weights of it. `reference` is the same without the one line. CPU workers
-stand in where there is no GPU. Needs neither a network nor `datasets`.
+NAME is that of a training at the reference, elsewhere that of a case; without any, all of the place run. Prints one
+line of JSON a case: losses and some weights of it. `reference` is the same without the one line. CPU workers stand in
+where there is no GPU. Needs neither a network nor `datasets`.
 """
 
 from __future__ import annotations
@@ -306,12 +307,12 @@ def run(case: Case, device: str) -> dict[str, Any]:
     return {"case": case.name, "losses": losses, "weights": sample, "seconds": seconds}
 
 
-def main(device: str, place: str) -> None:
-    """Runs what is tried at a place."""
+def main(device: str, place: str, *names: str) -> None:
+    """Runs what is tried at a place, or what is named of it."""
     if device == "cpu":  # which takes a loss in chunks from fewer logits on, and seconds for those of a GPU
         TRAININGS["vocabulary"] = partial(vocabulary, tokens=2**7)
     if place == "reference":
-        for name in TRAININGS:
+        for name in names or TRAININGS:
             print(json.dumps(run(Case(name, "reference"), device)), flush=True)
         return
     from moreh_ap import device as accelerators
@@ -320,7 +321,7 @@ def main(device: str, place: str) -> None:
     from moreh_ap.settings import Options
 
     num_workers, cases = PLACES[place]
-    for case in cases:
+    for case in [one for one in cases if not names or one.name in names]:
         wanted = Options(plan=Plan.parse(case.plan), devices=num_workers, mixed_precision=False)
         if accelerators.current() is None:
             enable(wanted)

@@ -49,11 +49,11 @@ def why_not(place: str) -> str:
 
 
 @functools.cache
-def results_of(place: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """What every case of a place gave, by its name; "" has the output of its process, which runs once, in `folder`."""
+def results_of(place: str, folder: Path, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """What the named cases of a place gave; "" has the output of their process, which runs once, in `folder`."""
     device = "cuda" if num_gpus() else "cpu"
     share = PLACES[place][0] if place.startswith("shared") and num_gpus() else 1
-    command = [sys.executable, str(_SCRIPT), device, place]
+    command = [sys.executable, str(_SCRIPT), device, place, *names]
     try:
         done = subprocess.run(
             command, env=_environment(device, share), capture_output=True, text=True, timeout=_TIMEOUT_S, cwd=folder

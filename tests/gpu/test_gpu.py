@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import PLACES
+from gpu_cases import PLACES, Case
 from gpu_runs import num_gpus, why_not
 
-PARAMETERS = [pytest.param(place, case, id=f"{place}-{case.name}") for place in PLACES for case in PLACES[place][1]]
+EVERY_DAY = ("llama: replicate=1", "llama: replicate=2", "llama: shard=2")
+"""What CI runs each day; of the others a few (`rotating`)."""
+
+
+def parameter(place: str, case: Case) -> object:
+    """Returns the parameters of a test; cases of four workers, which are one more start, take their turn together."""
+    is_daily = case.name in EVERY_DAY or PLACES[place][0] == 4
+    return pytest.param(place, case, id=f"{place}-{case.name}", marks=() if is_daily else pytest.mark.rotating)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("place", "case"), PARAMETERS)
+@pytest.mark.parametrize(("place", "case"), [parameter(place, one) for place in PLACES for one in PLACES[place][1]])
 def test_a_training_is_that_of_one_device(place, case, results):
     if reason := why_not(place):
         pytest.skip(reason)

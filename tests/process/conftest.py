@@ -25,12 +25,22 @@ HERE = Path(__file__).parent
 USUAL_DEVICES = 2
 NEXT_USES_ACCELERATOR = pytest.StashKey[bool]()
 SLOW_SCRIPTS = (
+    "test_storm.py",
     "test_one_line_endings.py",
     "test_manual_scripts.py",
     "test_tutorials.py",
     "test_drop_in_lm.py",
+    "test_several_hosts.py",
+    "test_recovery.py",
+    "test_automatic_checkpoints.py",
+    "test_resumed_runs.py",
+    "test_leaner_plan.py",
+    "test_step_counts.py",
 )
-"""Files without `accelerator` that take longest, so that no process of `pytest -n` begins one of them at the end."""
+"""Files without `accelerator` that take longest, the longest first, so that no lane begins one of them at the end.
+
+Those with many workers of their own are apart, so that two lanes hardly run them at the same time.
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,10 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = list(dict.fromkeys(item.path for item in tests))
     users = {item.path for item in tests if _uses_accelerator(item)}
     devices = {item: _num_devices(item) for item in tests}
+    slow = {name: place for place, name in enumerate(SLOW_SCRIPTS)}
     tests.sort(
         key=lambda item: (
             item.path not in users,
-            item.path.name not in SLOW_SCRIPTS,
+            slow.get(item.path.name, len(slow)),
             files.index(item.path),
             devices[item] != USUAL_DEVICES,
             devices[item],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from one_line_models import tiny_gpt2
+from rotating import rotating_from
 from test_one_line_training import assert_same, batches, on_both
 
 
-@pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
+@pytest.fixture(params=rotating_from(1, ["replicate=2", "shard=2"]), autouse=True)
 def session(request, accelerator):
     return accelerator(request.param)
 
@@ -25,7 +26,7 @@ def train(model, device, steps=3):
     return losses
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", rotating_from(1, [True, False]))
 def test_c22_checkpointing_works_either_way(use_reentrant):
     def script(device):
         model = tiny_gpt2().to(device).train()

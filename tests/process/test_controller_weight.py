@@ -18,19 +18,13 @@ MAX_CALLS_A_LAYER = 14  # of a cache that a model returns: a key and a value a l
 MAX_CALLS_A_WORKER = 24  # what each worker answers to the messages of a step is decoded by itself
 
 
-def weights(folder: Path, workers: int, layers: Sequence[int], *caches: str) -> list[dict[str, Any]]:
-    """What the script reports of models of these sizes, first without a cache if `caches` has both."""
+def weights(folder: Path, workers: int, layers: Sequence[int], cache: str) -> list[dict[str, Any]]:
+    """What the script reports of models of these sizes, with or without a cache: "yes" or "no"."""
     pytest.importorskip("transformers")
     report = folder / f"{workers}.json"
     command = [sys.executable, str(SCRIPT), "--workers", str(workers), "--layers", *map(str, layers)]
-    subprocess.run([*command, "--cache", *caches, "--json", str(report)], check=True, timeout=250)
+    subprocess.run([*command, "--cache", cache, "--json", str(report)], check=True, timeout=250)
     return json.loads(report.read_text())
-
-
-@pytest.fixture(scope="module")
-def two_workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Weights of the sizes in `LAYERS` on two workers: those of models without a cache, then of models with one."""
-    return weights(tmp_path_factory.mktemp("weights"), 2, LAYERS, "no", "yes")
 
 
 def more_calls(first: dict[str, Any], second: dict[str, Any]) -> dict[str, int]:
@@ -44,17 +38,16 @@ def more_calls(first: dict[str, Any], second: dict[str, Any]) -> dict[str, int]:
     return {name: number for name, number in more.items() if number >= MORE_LAYERS}
 
 
-def test_calls_do_not_grow_with_parameters(two_workers: list[dict[str, Any]]) -> None:
-    small, large = two_workers[:2]
+def test_calls_do_not_grow_with_parameters(tmp_path: Path) -> None:
+    small, large = weights(tmp_path, 2, LAYERS, "no")
     assert (small["parameters"], large["parameters"]) == (21, 183)
     assert more_calls(small, large) == {}
     assert large["calls"] - small["calls"] < MORE_LAYERS
 
 
-def test_calls_grow_with_what_a_model_returns_and_little_with_workers(
-    two_workers: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    small, large = two_workers[2:]
+@pytest.mark.rotating
+def test_calls_grow_with_what_a_model_returns_and_little_with_workers(tmp_path: Path) -> None:
+    small, large = weights(tmp_path, 2, LAYERS, "yes")
     assert more_calls(small, large), "the keys and values are counted"
     assert large["calls"] - small["calls"] <= MAX_CALLS_A_LAYER * MORE_LAYERS
     (alone,) = weights(tmp_path, 1, LAYERS[:1], "yes")

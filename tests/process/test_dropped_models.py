@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from rotating import rotating_from
 from torch import nn
 
 from moreh_ap import device
@@ -46,7 +47,7 @@ def train(steps: int) -> list[object]:
     return asking
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2"]))
 def test_workers_free_what_the_script_has_dropped(accelerator: Callable[[str], Session], plan: str):
     session = accelerator(plan)
     assert_freed(session, *train(steps=0))  # a model that is only asked, not trained

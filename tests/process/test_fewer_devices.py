@@ -67,6 +67,7 @@ def record(folder):
     return entry
 
 
+@pytest.mark.rotating
 def test_fewer_devices_are_chosen_shown_and_remembered(folder, one_process):
     with UserScript("fewer_devices.py", "plain", cwd=folder, ALL_DEVICES=str(ALL)) as script:
         script.wait_for_output('plan="', TIMEOUT_S)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from rotating import rotating_from
 from user_script import UserScript
 
 SCRIPT = "survive_losses.py"
@@ -32,7 +33,10 @@ def stacks_in(out: str) -> dict[int, str]:
     return {int(rank): text for rank, text in found}
 
 
-@pytest.mark.parametrize("plan, fault, how", [("shard=2", "stopped", STOPPED), ("replicate=2", "collective", r".*")])
+@pytest.mark.parametrize(
+    "plan, fault, how",
+    rotating_from(1, [("shard=2", "stopped", STOPPED), ("replicate=2", "collective", r".*")]),
+)
 def test_a_worker_that_hangs_is_replaced_as_if_it_was_lost(folders, tmp_path, plan, fault, how):
     with UserScript(SCRIPT, plan, fault, cwd=tmp_path, **folders) as script:
         out = script.succeed(timeout_s=200)
@@ -65,6 +69,7 @@ ENGINE = {
 }
 
 
+@pytest.mark.rotating
 def test_native_code_that_keeps_the_interpreters_lock_for_long_is_no_hang(folders, tmp_path):
     """12 s are three times and more what counts as for ever, ours and the engine's: 90 s of what a user has."""
     with UserScript(SCRIPT, "shard=2", "lock", cwd=tmp_path, **{**folders, **ENGINE, "LOCK_S": "12"}) as script:

@@ -47,6 +47,7 @@ def run_out(folder: Path, *faults: str, num_starts: int = 1, **variables: str) -
     return [(before, after, int(steps)) for before, after, steps in taken_over]
 
 
+@pytest.mark.rotating
 def test_the_next_plan_takes_over_from_copies(folder):
     for before, after, steps in run_out(folder, "forward", "backward", SNAPSHOT_STEPS="1"):
         assert before != after and steps <= 1, "a step, and what was sent since the last copy"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rotating import rotating_from
 from user_script import UserScript
 
 WRONG_DEVICE = """
@@ -43,7 +44,9 @@ for step in range(5):
 """
 
 
-@pytest.mark.parametrize("plan, where, said", [("replicate=2", "moreh-worker-1", 1), ("shard=2", "all", 0)])
+@pytest.mark.parametrize(
+    "plan, where, said", rotating_from(1, [("replicate=2", "moreh-worker-1", 1), ("shard=2", "all", 0)])
+)
 def test_the_worker_is_named_whose_part_of_a_loss_alone_is_nan(tmp_path, plan, where, said):
     (tmp_path / "wrong_device.py").write_text(WRONG_DEVICE)
     with UserScript("wrong_device.py", plan, where, cwd=tmp_path) as script:

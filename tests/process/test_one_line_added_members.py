@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
 from moreh_ap.session.session import Session
 
-PLANS = ["replicate=2", "shard=2", "replicate=1"]
+PLANS = rotating_from(1, ["replicate=2", "shard=2", "replicate=1"])
 
 
 class Projecting(nn.Module):
@@ -71,7 +72,7 @@ def train(model: nn.Module, device: str) -> object:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("make", [Projecting, Centred])
+@pytest.mark.parametrize("make", rotating_from(1, [Projecting, Centred]))
 def test_what_the_first_forward_adds_is_trained(accelerator: Callable[[str], Session], plan, make):
     accelerator(plan)
     assert_same(*on_both(lambda device: train(make(), device)), rtol=1e-4, atol=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ class WithLoss(Words):
         return F.cross_entropy(super().forward(ids_BT), labels_B)
 
 
-@pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
+@pytest.fixture(params=rotating_from(1, ["replicate=2", "shard=2"]), autouse=True)
 def session(request, accelerator):
     return accelerator(request.param)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
@@ -68,7 +69,7 @@ def train(model_class: type[nn.Module], batches: list[tuple[int, ...]]):
     return script
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,micro_batches=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2", "replicate=2,micro_batches=2"]))
 def test_a_forward_that_needs_four_rows_is_tried_on_four(accelerator, capsys, plan):
     accelerator(plan, strict=True)
     assert_same(*on_both(train(GroupsOfFour, [(16, 6), (16, 6), (32, 6)])))

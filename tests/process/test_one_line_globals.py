@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from rotating import rotating_from
 from torch import nn
 
 from moreh_ap.session.session import Session
@@ -59,7 +60,7 @@ def train(device: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,micro_batches=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2", "replicate=2,micro_batches=2"]))
 def test_a_forward_reads_the_values_of_now(accelerator: Callable[[str], Session], plan: str):
     accelerator(plan)
     assert train("cuda") == pytest.approx(train("cpu"), rel=1e-5)
@@ -134,7 +135,7 @@ def train_wide(device: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2"]))
 def test_tensors_long_lists_objects_and_what_hooks_keep_are_those_of_now(
     accelerator: Callable[[str], Session], plan: str
 ):

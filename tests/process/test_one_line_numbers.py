@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ class Weighted(nn.Module):
         return FORMS[self.form](self, self.layer(x), c)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", rotating_from(1, FORMS))
 def test_a_coefficient_that_is_zero_in_the_first_call(accelerator: Callable[[str], Session], form):
     def script(device: str) -> object:
         model, trace = Weighted(form).to(device), []
@@ -94,7 +95,7 @@ class Functional(nn.Module):
         return F.linear(F.linear(x, weights[0], weights[1]).relu(), *weights[2:])
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", pytest.param("shard=2", marks=pytest.mark.rotating)])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2"]))
 def test_weights_among_the_arguments(accelerator: Callable[[str], Session], monkeypatch, plan):
     def script(device: str) -> object:
         model, found = Functional().to(device), []
@@ -138,8 +139,8 @@ class Gated(nn.Module):
         return (y @ y.t()).softmax(1) if self.meets else y
 
 
-@pytest.mark.parametrize("meets", [False, True])
-@pytest.mark.parametrize("kind", ["buffer", "square"])
+@pytest.mark.parametrize("meets", rotating_from(1, [False, True]))
+@pytest.mark.parametrize("kind", rotating_from(1, ["buffer", "square"]))
 def test_a_gate_that_is_zero_in_the_first_calls(accelerator: Callable[[str], Session], kind, meets):
     def script(device: str) -> object:
         model, trace = Gated(kind, meets).to(device), []
@@ -195,7 +196,7 @@ class Checking(nn.Module):
         return y if mask.all() else y.masked_fill(~mask, 0.0)
 
 
-@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("normalises", rotating_from(1, [False, True]))
 def test_what_is_asked_of_all_rows_and_decides_nothing_leaves_the_batch_split(
     accelerator: Callable[[str], Session], normalises, monkeypatch, capsys
 ):
@@ -214,7 +215,7 @@ def test_what_is_asked_of_all_rows_and_decides_nothing_leaves_the_batch_split(
     assert "whole batch" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", DECISIONS)
+@pytest.mark.parametrize("kind", rotating_from(1, DECISIONS))
 def test_a_row_of_a_later_batch_decides_for_those_of_other_workers(accelerator: Callable[[str], Session], kind):
     def script(device: str) -> object:
         model, trace = Deciding(kind).to(device), []

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 
@@ -42,7 +43,10 @@ class Scaling(nn.Module):
         return self.last(hidden)
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "shard=2,micro_batches=2", "pipeline=2,micro_batches=2"])
+PLANS = rotating_from(1, ["replicate=2", "shard=2", "shard=2,micro_batches=2", "pipeline=2,micro_batches=2"])
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_a_call_of_its_own(accelerator, plan):
     accelerator(plan)
 

@@ -23,6 +23,7 @@ from own_optimizers import (
     Muon,
     Rows,
 )
+from rotating import rotating_from
 from test_one_line_training import assert_same, batches, on_both
 
 import moreh_ap
@@ -30,8 +31,8 @@ from moreh_ap.device import disable
 from moreh_ap.protocol.messages.optimizers import StepOptimizer
 from moreh_ap.session.session import Session
 
-PLANS = ["replicate=2", "shard=2"]
-MORE_PLANS = ["tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2"]
+PLANS = rotating_from(1, ["replicate=2", "shard=2"])
+MORE_PLANS = rotating_from(0, ["tensor=2", "pipeline=2,micro_batches=2", "shard=2,tensor=2"])
 
 
 def train(device: str, kind: type[torch.optim.Optimizer], num_steps: int = 6, **how: Any) -> Any:
@@ -69,8 +70,8 @@ def steps_sent(session: Session) -> list[Any]:
     return sent
 
 
-@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(one, marks=pytest.mark.rotating) for one in MORE_PLANS)])
-@pytest.mark.parametrize("kind", ON_WORKERS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("plan", [*PLANS, *MORE_PLANS])
+@pytest.mark.parametrize("kind", rotating_from(2, ON_WORKERS), ids=lambda kind: kind.__name__)
 def test_workers_step(accelerator, plan, kind):
     sent = steps_sent(accelerator(plan))
     assert_same(*on_both(lambda device: train(device, kind)), rtol=1e-4, atol=2e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import nn
 
@@ -124,7 +125,7 @@ def train(kind, device, own_loss=False, rows=(6, 5, 6, 6)):
     return trace
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", rotating_from(1, MODELS))
 def test_rows_are_split_with_their_pictures(accelerator, kind):
     accelerator("replicate=2", strict=True)
     assert_same(*on_both(lambda device: train(kind, device)), rtol=1e-4, atol=1e-5)
@@ -138,7 +139,7 @@ def test_under_other_plans_with_a_loss_of_the_script(accelerator, plan, kind):
     assert_same(*on_both(lambda device: train(kind, device, own_loss=True)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["replicate=1", "replicate=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "replicate=1"]))
 def test_sizes_of_results_that_depend_on_pictures(accelerator, plan):
     """Calls whose arguments have equal sizes, on one device and where there are fewer rows than devices."""
     accelerator(plan)
@@ -167,7 +168,7 @@ def test_layers_may_be_split(accelerator):
     assert_same(*on_both(lambda device: train("patches", device)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2"]))
 def test_as_many_pictures_as_rows_by_chance(accelerator, plan):
     """Batches of one form: where each row has one picture they are ordinary rows, and where it has not they are not."""
     accelerator(plan, strict=True)

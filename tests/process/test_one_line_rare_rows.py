@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, MinMaxObserver, MovingAverageMinMaxObserver
 from torch.nn.utils.rnn import pack_sequence
 
 
-@pytest.fixture(params=["replicate=2", pytest.param("shard=2", marks=pytest.mark.rotating)], autouse=True)
+@pytest.fixture(params=rotating_from(1, ["replicate=2", "shard=2"]), autouse=True)
 def session(request, accelerator):
     return accelerator(request.param, strict=True)  # a call that every device computes whole is an error
 
@@ -124,7 +125,7 @@ class Codebook(Classifier):
         return loss + F.cross_entropy(self.outer(self.drop(hidden_BH + (nearest_BH - hidden_BH).detach())), y_B)
 
 
-@pytest.mark.parametrize("kind", [RareTerm, ReadCount, Weighted, Observed, Codebook])
+@pytest.mark.parametrize("kind", rotating_from(1, [RareTerm, ReadCount, Weighted, Observed, Codebook]))
 def test_rows_that_a_trial_does_not_have_count_as_on_one_device(kind):
     assert_trains_alike(kind)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import Tensor, nn
 from torch.distributions import Categorical, Independent, Normal
@@ -12,7 +13,7 @@ from torch.distributions import Categorical, Independent, Normal
 ROWS = 8
 
 
-@pytest.fixture(params=["replicate=2", "shard=2", "replicate=3"], autouse=True)
+@pytest.fixture(params=rotating_from(1, ["replicate=2", "shard=2", "replicate=3"]), autouse=True)
 def session(request, accelerator):
     return accelerator(request.param, strict=True)  # a call that every device computes whole is an error
 
@@ -42,7 +43,7 @@ class Actor(nn.Module):
         return (Independent(normal, 1) if self.kind == "vectors" else normal), self.value(hidden).squeeze(-1)
 
 
-@pytest.mark.parametrize("kind", ["choices", "numbers", "vectors"])
+@pytest.mark.parametrize("kind", rotating_from(1, ["choices", "numbers", "vectors"]))
 def test_distributions_are_those_of_all_rows(kind):
     torch.manual_seed(0)
     steps = [(torch.randn(ROWS, 5), torch.randn(ROWS)) for _ in range(3)]

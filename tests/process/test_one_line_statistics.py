@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from rotating import rotating_from
 from test_one_line_training import assert_same, on_both
 from torch import nn
 from torch.ao.quantization import QuantStub, get_default_qat_qconfig, prepare_qat
@@ -16,7 +17,7 @@ from moreh_ap.errors import PlanError
 WHOLE = "Every device computes the whole batch"
 
 
-@pytest.fixture(params=["replicate=2", "shard=2"], autouse=True)
+@pytest.fixture(params=rotating_from(1, ["replicate=2", "shard=2"]), autouse=True)
 def session(request, accelerator):
     return accelerator(request.param)
 
@@ -31,7 +32,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", rotating_from(1, NORMS))
 def test_statistics_are_those_of_the_whole_batch_and_each_worker_computes_its_rows(name, capsys):
     def script(device):
         torch.manual_seed(0)
@@ -151,8 +152,8 @@ class Heads(nn.Module):
         return scores if target is None else F.cross_entropy(scores, target)
 
 
-@pytest.mark.parametrize("norms", [0, 1])
-@pytest.mark.parametrize("gives_loss", [False, True])
+@pytest.mark.parametrize("norms", rotating_from(1, [0, 1]))
+@pytest.mark.parametrize("gives_loss", rotating_from(1, [False, True]))
 def test_a_mean_over_heads_is_no_mean_over_the_batch(capsys, norms, gives_loss):
     def script(device):
         torch.manual_seed(0)
@@ -327,7 +328,7 @@ def test_a_running_mean_that_is_zero_but_for_rounding(capsys):
     assert WHOLE not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("evaluates", ["at the end", "each step"])
+@pytest.mark.parametrize("evaluates", rotating_from(1, ["at the end", "each step"]))
 def test_an_average_that_shares_the_buffers_of_a_model(evaluates):
     """`average.data = buffer.data`, as the moving averages of ignite and others write it."""
 

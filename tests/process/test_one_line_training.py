@@ -20,13 +20,14 @@ from one_line_models import (
     tiny_gpt2,
     tiny_llama,
 )
+from rotating import rotating_from
 from torch import Tensor, nn
 
 from moreh_ap.device import disable
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.local import garbage_at_start
 
-PLANS = ["replicate=2", "shard=2"]
+PLANS = rotating_from(1, ["replicate=2", "shard=2"])
 
 
 @pytest.fixture(params=PLANS, autouse=True)
@@ -299,7 +300,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(
     "make_expert",
-    [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))],
+    rotating_from(1, [lambda: nn.Linear(4, 4), lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))]),
     ids=["layers", "blocks"],
 )
 def test_a_step_may_reach_fewer_parameters_than_the_first(make_expert):
@@ -381,7 +382,7 @@ def train_with_optional_labels(form, device):
     return losses_and_weights(model, loss_of, seconds)
 
 
-@pytest.mark.parametrize("form", ["no loss", "another loss"])
+@pytest.mark.parametrize("form", rotating_from(1, ["no loss", "another loss"]))
 def test_rows_may_decide_which_losses_a_forward_takes(form):
     assert_same(*on_both(lambda device: train_with_optional_labels(form, device)))
 
@@ -696,7 +697,7 @@ def test_a_loaded_model_may_stay_on_the_cpu(tmp_path):
 
 
 @once
-@pytest.mark.parametrize("device_map", ["auto", "cuda", {"": 0}])
+@pytest.mark.parametrize("device_map", rotating_from(1, ["auto", "cuda", {"": 0}]))
 def test_a_device_map_is_a_hint(device_map, tmp_path):
     """C23: accepted, whatever it says."""
     from transformers import AutoModelForCausalLM
@@ -971,8 +972,8 @@ class SparseLookups(nn.Module):
 
 
 @once
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adagrad])
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("optimizer_class", rotating_from(1, [torch.optim.SGD, torch.optim.Adagrad]))
+@pytest.mark.parametrize("plan", PLANS)
 def test_an_embedding_with_sparse_gradients(accelerator, plan, optimizer_class):
     accelerator(plan)
 

@@ -8,6 +8,7 @@ import opened_blocks_jobs as jobs
 import pytest
 import torch
 from parallelizer_team import Team
+from rotating import rotating_from
 
 from moreh_ap.plan import Plan
 
@@ -34,7 +35,7 @@ PLANS = ["shard=2,micro_batches=2", "replicate=2,shard=2,micro_batches=2", "shar
 alone = cache(jobs.alone)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rotating_from(2, KINDS))
 def test_numbers_are_those_of_one_process(team: Team, kind: str) -> None:
     compare(team, kind, "shard=2")
 

@@ -6,10 +6,11 @@ import parallelizer_jobs as jobs
 import pytest
 from parallelizer_odd_models import REFUSED, BatchNormalised, Splittable
 from parallelizer_team import Team
+from rotating import rotating_from
 from torch import nn
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2"]))
 @pytest.mark.parametrize("model_class", REFUSED)
 def test_coupled_rows_are_refused(team: Team, model_class: type[nn.Module], plan: str) -> None:
     for verdict, _, changed, with_grad, random_kept in team.run(
@@ -25,7 +26,7 @@ def test_batch_normalisation_may_be_cut_in_evaluation(team: Team) -> None:
     assert (verdict.split, verdict.kinds) == (True, ("share",))
 
 
-@pytest.mark.parametrize("plan", ["replicate=2", "shard=2", "replicate=2,shard=2"])
+@pytest.mark.parametrize("plan", rotating_from(1, ["replicate=2", "shard=2", "replicate=2,shard=2"]))
 def test_kinds_of_a_forward_that_may_be_cut(team: Team, plan: str) -> None:
     size = jobs.Plan.parse(plan).num_devices
     for verdict, printed, changed, with_grad, random_kept in team.run(

@@ -17,6 +17,7 @@ LOSS = re.compile(r"^loss (\d+) (\S+)$", re.MULTILINE)
 ENDS = [signal.SIGKILL, signal.SIGTERM]
 
 
+@pytest.mark.rotating
 def test_trainer_goes_on_from_its_checkpoint(tmp_path):
     """Twice: killed in the first epoch, preempted in the second."""
     (tmp_path / "saved").mkdir()

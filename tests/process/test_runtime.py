@@ -17,6 +17,7 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from rotating import rotating_from
 from torch.utils.data import DataLoader, TensorDataset
 
 from moreh_ap.errors import MeshStartError, WorkerError, WorkerLostError
@@ -464,7 +465,7 @@ def test_processes_that_start_too_slowly_are_said_to_be():
     mesh.close()
 
 
-@pytest.mark.parametrize("num_deaf", [1, 2])
+@pytest.mark.parametrize("num_deaf", rotating_from(1, [1, 2]))
 def test_an_agent_that_does_not_answer_is_started_again_once(monkeypatch, num_deaf):
     mesh = start_mesh(1)
     mesh.wait_ready(60)  # the engine is there
@@ -549,7 +550,7 @@ monarch.actor.shutdown_context = engine.shutdown_context = shut_down
 """
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", rotating_from(1, ENDINGS))
 def test_no_process_is_left_however_the_script_ends(name):
     num_workers, body, code = ENDINGS[name]
     path = [*sys.path, os.path.dirname(__file__)]

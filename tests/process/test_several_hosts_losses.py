@@ -68,6 +68,7 @@ def survive(variables: dict[str, str], folder: Path, plan: str, *faults: str, ho
     return list(map(int, steps))
 
 
+@pytest.mark.rotating
 def test_workers_that_die_on_a_host_of_sharded_training_go_on_from_the_copies_of_their_host(variables, tmp_path):
     faults = "backward", "snapshot", "two", "idle"
     assert max(survive({**variables, "SNAPSHOT_STEPS": "1"}, tmp_path, "shard=2", *faults)) <= FEW
