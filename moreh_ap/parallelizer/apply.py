@@ -228,10 +228,12 @@ def _spread_over_data(
             plain |= only_copied(module, plan)
         roots = [module] if here is None else list(here.local.values())
         blocks = [block for root in roots for block in repeated_blocks(root)]
-        originals = parameter_identity.originals(module)
+        originals, tied = parameter_identity.originals(module), parameter_identity.tied(module)
         shard(module, roots, blocks, plan, mesh, plain)
         groups = [group for submodule in fsdp_modules(module) for group in param_groups(submodule)]
-        parameter_identity.keep(originals, (one for group in groups for one in group.fsdp_params))
+        managed = [one for group in groups for one in group.fsdp_params]
+        parameter_identity.keep_tied(tied, managed)
+        parameter_identity.keep(originals, managed)
     elif plan.precision != "fp32":
         _compute_on_copies(module, plain)
     if position.data.size > 1 and (not by_fsdp or plain):

@@ -56,6 +56,34 @@ def _held_aside(module: nn.Module) -> set[int]:
     return found
 
 
+def tied(module: nn.Module) -> Mapping[tuple[int, str], list[tuple[nn.Module, str]]]:
+    """Returns where else in `module` a parameter with several names is: its other modules, and the names there."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((owner, name))
+    return {(id(owner), name): same for same in places.values() if len(same) > 1 for owner, name in same}
+
+
+def keep_tied(found: Mapping[tuple[int, str], list[tuple[nn.Module, str]]], managed: Iterable[Any]) -> None:
+    """Has each parameter of FSDP2 be that of all modules that had it. FSDP2 itself looks for them in what it manages:
+    in the stage of a pipeline, of which modules with others in them are no part.
+
+    Args:
+        found: What `tied` returned before.
+        managed: As of `keep`.
+    """
+    for one in managed:
+        info = one._module_info
+        known = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+        for owner, name in found.get((id(info.module), info.param_name), ()):
+            if all(owner is not other or name != same for other, same in known):
+                info.shared_modules.append(owner)
+                info.shared_param_names.append(name)
+                owner._parameters[name] = one.sharded_param
+
+
 def keep(found: Originals, managed: Iterable[Any]) -> None:
     """Has each gathered parameter be the object that was the module's own before.
 
