@@ -64,7 +64,8 @@ def _differing(options: Options, others: Options) -> str:
 def enable(options: Options) -> None:
     """Make "cuda" mean an accelerator with these options; with the same options again, nothing happens.
 
-    Nor does anything happen in a worker, which imports a module of the script that has the line. An accelerator whose workers are lost is replaced by another one; what the lost workers had stays lost.
+    Nor does anything happen in a worker, which imports a module of the script that has the line. An accelerator whose
+    workers are lost is replaced by another one; what the lost workers had stays lost.
 
     Raises:
         OptionError: If an accelerator with other options is in use already.
