@@ -89,6 +89,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Under a transform of `torch.func`, or in forward mode, a model is computed in the controller.",
         ("torch._C._functorch.get_unwrapped", "device"),
         ("torch._C._functorch.is_functorch_wrapped_tensor", "device device/patches"),
+        ("torch._C._functorch.is_gradtrackingtensor", "device"),
         ("torch._C._functorch.peek_interpreter_stack", "device device/patches parallelizer/loss"),
         ("torch._functorch.apis.vmap_impl", "device/patches"),
         ("torch.autograd.forward_ad._current_level", "device/patches parallelizer/loss"),

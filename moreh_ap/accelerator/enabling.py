@@ -18,6 +18,7 @@ from moreh_ap.device import AcceleratorInForce
 from moreh_ap.errors import OptionError
 from moreh_ap.local import garbage_at_start, logger
 from moreh_ap.plan import Plan
+from moreh_ap.runtime.worker_environment import WORKER_VARIABLE
 from moreh_ap.settings import Options, unread_variables
 
 
@@ -63,11 +64,14 @@ def _differing(options: Options, others: Options) -> str:
 def enable(options: Options) -> None:
     """Make "cuda" mean an accelerator with these options; with the same options again, nothing happens.
 
-    An accelerator whose workers are lost is replaced by another one; what the lost workers had stays lost.
+    Nor does anything happen in a worker, which imports a module of the script that has the line. An accelerator whose
+    workers are lost is replaced by another one; what the lost workers had stays lost.
 
     Raises:
         OptionError: If an accelerator with other options is in use already.
     """
+    if WORKER_VARIABLE in os.environ:
+        return
     in_force = device.current()
     if in_force is not None and in_force.has_ended():
         device.disable()

@@ -133,7 +133,7 @@ def _make_on_accelerator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return made
     source = next((arg for arg in args if isinstance(arg, Tensor)), None)
     shares_memory = made is source or made._is_view() or func in _MAY_SHARE_MEMORY
-    tensor = put(made.detach().clone() if shares_memory else made)
+    tensor = put(wrapped_tensors.untracked(made.detach().clone() if shares_memory else made))
     return tensor.requires_grad_(requires_grad) if requires_grad else tensor
 
 

@@ -115,6 +115,10 @@ class HostTensor(VirtualTensor):
         with torch._C.DisableTorchFunction():
             _set_grad_of(self, new if new is None or type(new) is HostTensor else mark(as_ordinary(new)))
 
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
     def host_value(self) -> Tensor:
         """Returns the value as a CPU tensor that shares its memory."""
         return as_ordinary(self)

@@ -94,8 +94,7 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        # Not `detach()`, which shares its version counter with this tensor: autograd must not see changes through
-        # `data`.
+        # Not `detach()`, which shares its version counter: autograd must not see changes through `data`.
         with torch._C.DisableTorchFunctionSubclass():
             return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
@@ -143,6 +142,10 @@ class VirtualTensor(torch.Tensor):
         else:
             with torch._C.DisableTorchFunction():
                 torch.Tensor.grad.__set__(self, new)  # type: ignore[union-attr]
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def hand_gradient_on(self) -> Tensor | None:
         """Removes and returns the gradient that the controller's autograd has accumulated, if any."""

@@ -1,7 +1,8 @@
-"""Tensors of a library's own class, with tensors inside (quantized values, their scales), on the accelerator.
+"""Tensors with virtual tensors inside, on the accelerator.
 
-The tensors inside are virtual. The class makes itself with `Tensor._make_wrapper_subclass` and the device of what is
-inside; as with `VirtualTensor`, that device is Python's only: builds of PyTorch without CUDA have no guard for it.
+Transforms of `torch.func` make such tensors of the arguments of the script's function, and libraries have classes of
+them (quantized values, their scales). Such a class makes itself with `Tensor._make_wrapper_subclass` and the device of
+what is inside; as with `VirtualTensor`, that device is Python's only: builds of PyTorch without CUDA have no guard.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
 
 from moreh_ap.device.tensor import ACCELERATOR, ORDINARY
 from moreh_ap.device.transfers import is_accelerator
@@ -46,5 +48,21 @@ def is_cuda(func: Callable[[Tensor], Any], args: Any, kwargs: dict[str, Any]) ->
     return func(*args, **kwargs) if not _is_marked(args[0]) else True
 
 
+def untracked(tensor: Tensor) -> Tensor:
+    """Returns a tensor that was made inside of transforms of `torch.func`, as they find any constant."""
+    while is_gradtrackingtensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor
+
+
 def _is_marked(tensor: Tensor) -> bool:
-    return type(tensor) not in ORDINARY and getattr(tensor, _MARK, False)
+    if type(tensor) not in ORDINARY:
+        return bool(getattr(tensor, _MARK, False))
+    return is_functorch_wrapped_tensor(tensor) and _inmost(tensor).is_cuda
+
+
+def _inmost(tensor: Tensor) -> Tensor:
+    """Returns the script's tensor in one that transforms of `torch.func` have made of it."""
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+    return tensor

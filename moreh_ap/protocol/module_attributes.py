@@ -23,6 +23,9 @@ from moreh_ap.protocol.pytree import flatten, is_container
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "diffusers", "moreh_ap")
 """Packages whose hooks and modules do their work inside the model: nothing of theirs is reported."""
 
+OF_EACH_PROCESS = frozenset({"_flat_weights", "_flat_weight_refs"})
+"""Attributes that every process keeps for itself: an RNN lists its weights, those of the last `functional_call` too."""
+
 _OF_THIS_PACKAGE = "_moreh_"
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAX_LOOKED_INTO = 64  # of a longer container (a vocabulary) only the length is compared

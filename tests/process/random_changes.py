@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from random_training import CLASSES, SETTINGS, Block, Program, Residual, Scale
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 CHANGES: dict[str, Callable[[Program], Any]] = {}
 
@@ -75,6 +76,15 @@ def another_block(program: Program) -> None:
         program.model.blocks.append(Block().to(program.device))
         program.model.weights.append(1.0)
         program.optimizer.add_param_group({"params": list(program.model.blocks[-1].parameters())})
+
+
+@change
+def prune_a_weight(program: Program) -> None:
+    if not program.has_tied_head:
+        linear = program.linear()
+        prune.l1_unstructured(linear, "weight", 0.3)
+        prune.remove(linear, "weight")
+        program.new_optimizer()
 
 
 @change
@@ -152,9 +162,23 @@ def evaluate(program: Program) -> None:
 def functional_call(program: Program) -> None:
     halved = {name: 0.5 * one.detach() for name, one in program.model.named_parameters()}
     x, _ = program.batch()
-    given = halved, dict(program.model.named_buffers())
+    given: Any = (halved, dict(program.model.named_buffers())) if program.draw.random() < 0.5 else halved
     with torch.no_grad():
         program.read(torch.func.functional_call(program.model, given, (x,)).abs().mean())
+
+
+@change
+def inner_steps(program: Program) -> None:
+    """Steps on copies of the weights, as meta-learning takes them: the second call has weights that were computed."""
+    fast = {name: one for name, one in program.model.named_parameters() if one.requires_grad}
+    x, targets = program.batch()
+    for _ in range(2 if fast else 0):
+        outputs = torch.func.functional_call(program.model, fast, (x,)).flatten(0, -2)
+        loss = F.cross_entropy(outputs, targets.flatten())
+        gradients = torch.autograd.grad(loss, list(fast.values()), allow_unused=True)
+        pairs = zip(fast.items(), gradients)
+        fast = {name: one if gradient is None else one - 0.1 * gradient for (name, one), gradient in pairs}
+        program.read(loss)
 
 
 @change
@@ -322,6 +346,15 @@ def replace_gradients(program: Program) -> None:
                 parameter.grad = None if program.draw.random() < 0.1 else 0.5 * parameter.grad
 
     program.after_backward.append(replace)
+
+
+@change
+def delete_gradients(program: Program) -> None:
+    def delete() -> None:
+        for parameter in program.model.parameters():
+            del parameter.grad
+
+    program.after_backward.append(delete)
 
 
 @change

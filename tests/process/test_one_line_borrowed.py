@@ -209,20 +209,23 @@ def test_models_with_parameters_in_common_train(session):
 
 
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, has_buffers: bool) -> None:
         super().__init__()
-        self.norm, self.rnn, self.head = nn.BatchNorm1d(6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
-        self.norm.weight.requires_grad_(False)
+        self.norm, self.rnn, self.head = nn.LayerNorm(5), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 3)
+        if has_buffers:
+            self.norm = nn.BatchNorm1d(6)  # type: ignore[assignment]
+            self.norm.weight.requires_grad_(False)
 
     def forward(self, x_BTF: Tensor) -> Tensor:
         return self.head(self.rnn(self.norm(x_BTF.mT).mT)[1][0][-1])
 
 
-def test_a_model_goes_on_after_a_call_with_other_parameters(session):
+@pytest.mark.parametrize("has_buffers", [False, True])
+def test_a_model_goes_on_after_a_call_with_other_parameters(session, has_buffers):
     """That call takes its buffers and frozen parameters; the list that an LSTM keeps of its weights changes twice."""
 
     def script(device):
-        model, trace = Recurrent().to(device), []
+        model, trace = Recurrent(has_buffers).to(device), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         for _ in range(3):
             x_BTF, y_B = torch.randn(8, 5, 6).to(device), torch.randint(3, (8,)).to(device)
@@ -231,7 +234,8 @@ def test_a_model_goes_on_after_a_call_with_other_parameters(session):
             optimizer.step()
             halved = {name: 0.5 * parameter.detach() for name, parameter in model.named_parameters()}
             trace.append(functional_call(model, (halved, dict(model.named_buffers())), (x_BTF,)))
-            model.norm.weight.mul_(1.1)
+            with torch.no_grad():
+                model.norm.weight.mul_(1.1)
         return trace, model.eval()(x_BTF), model.state_dict()
 
     assert_same(*on_both(script))

@@ -7,6 +7,7 @@ import torch
 from one_line_models import OwnTransformer, ragged_batches, tiny_gpt2, tiny_llama
 from pipeline_jobs import train_tied
 from torch import nn
+from torch.nn.utils import prune
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 from moreh_ap.device import disable
@@ -309,6 +310,28 @@ class WanderingModel(PickyModel):
         if way == "penalty":
             h = h + self.blocks[0].linear.weight.square().mean()
         return nn.functional.mse_loss(self.head(h), y)
+
+
+def test_a_head_whose_weight_a_hook_computes_is_evaluated_by_every_stage(accelerator):
+    """Pruning computes it before the forward, from a parameter that one stage has and a mask that all have."""
+    accelerator("pipeline=2")
+
+    def script(device):
+        model, trace = PickyModel(0, ""), []
+        prune.l1_unstructured(model.head, "weight", 3)
+        model.to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            x, y = torch.randn(4, 4).to(device), torch.randn(4, 1).to(device)
+            with torch.no_grad():
+                trace.append(model(x, y).cpu())
+            model(x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return trace, on_host(model)
+
+    with pytest.warns(UserWarning, match="sets head.weight in the workers"):
+        assert_same(*on_both(script))
 
 
 @pytest.mark.parametrize(("way", "why"), [("forward", "a part of a block"), ("penalty", "is used where that did not")])

@@ -18,11 +18,12 @@ from moreh_ap.device.torchscript import refuse_compiled
 from moreh_ap.device.worker_backend import WorkerBackend
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.patching import Patches, PatchGroup
+from moreh_ap.protocol.module_attributes import OF_EACH_PROCESS
 
 _NOWHERE = None, None
 
-_NOT_SENT = frozenset({"training", "_compiled_call_impl", "_flat_weights", "_flat_weight_refs"})
-"""Attributes that travel with calls, or that every process keeps for itself (the list of its weights in an RNN)."""
+_NOT_SENT = frozenset({"training", "_compiled_call_impl"}) | OF_EACH_PROCESS
+"""Attributes that travel with calls, or that every process keeps for itself."""
 
 
 def install(patches: Patches, backend: WorkerBackend) -> None:

@@ -49,7 +49,7 @@ class Streaming(CallExtension):
             if names:
                 travels = not all(name in stages.everywhere for name in names)
                 owner = stages.holder_of_all(names) if travels else None
-                unit.register_forward_pre_hook(self._fetcher(unit, owner), with_kwargs=True)
+                unit.register_forward_pre_hook(self._fetcher(unit, owner), with_kwargs=True, prepend=True)
                 unit.register_forward_hook(self._dropper(unit, owner), always_call=True)
 
     def _units(self) -> Iterator[tuple[str, nn.Module]]:

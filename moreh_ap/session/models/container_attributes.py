@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from moreh_ap.protocol.blocks import OF_EVERY_MODULE
-from moreh_ap.protocol.module_attributes import namespace_of
+from moreh_ap.protocol.module_attributes import OF_EACH_PROCESS, namespace_of
 from moreh_ap.protocol.script_code.script_globals import functions_of
 from moreh_ap.protocol.script_code.value_forms import is_of_script, is_record
 
@@ -219,7 +219,9 @@ def _set(attributes: dict[str, Any], name: str, value: Any, *, in_place: bool) -
 
 
 def _is_private(module: nn.Module, name: str) -> bool:
-    """Returns whether the attribute is internal to transformers, so that no script changes it between calls."""
+    """Returns whether the attribute is a process's own, or internal to transformers, where no script changes it."""
+    if name in OF_EACH_PROCESS:
+        return True
     is_its_own = name.startswith("_") or name == "all_tied_weights_keys"
     return is_its_own and type(module).__module__.startswith("transformers.")
 

@@ -43,3 +43,12 @@ def test_a_call_with_other_options_says_what_differs_and_nothing_else(monkeypatc
         "The accelerator is in use with mixed_precision=True, plan='replicate=2'; "
         "this call asks for mixed_precision=False, plan='shard=2'."
     )
+
+
+def test_a_worker_that_imports_a_module_with_the_line_makes_no_accelerator(monkeypatch):
+    monkeypatch.setenv("MOREH_AP_WORKER", "0")
+    monkeypatch.setattr(enabling.MAKES, "make", lambda options: 1 / 0)
+    enabling.enable(Options())
+    monkeypatch.delenv("MOREH_AP_WORKER")
+    with pytest.raises(ZeroDivisionError):
+        enabling.enable(Options())

@@ -100,3 +100,10 @@ def test_autograd_does_not_notice_what_is_written_to_data():
         return torch.autograd.grad(columns.sum() + value.sum(), weight)[0].cpu()
 
     assert torch.equal(script("cuda"), script("cpu"))
+
+
+def test_a_gradient_can_be_deleted():
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    (2 * weight).sum().backward()
+    del weight.grad
+    assert weight.grad is None

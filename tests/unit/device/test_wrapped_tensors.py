@@ -68,3 +68,13 @@ def test_one_that_is_made_of_accelerator_tensors_takes_part_in_operations_and_ch
     weights = torch.ones(4, device="cuda")
     for total in (state + weights, weights + state):
         assert total.is_cuda and total.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_the_arguments_that_a_transform_gives_a_function_are_where_the_script_s_are():
+    def function(x: Tensor) -> Tensor:
+        assert x.device.type == "cuda" and x.is_cuda
+        return (x * torch.arange(3.0, device=x.device)).sum()
+
+    x = torch.ones(3).cuda()
+    assert torch.equal(torch.func.grad(function)(x).cpu(), torch.arange(3.0))
+    assert torch.func.vmap(function)(torch.ones(2, 3).cuda()).tolist() == [3.0, 3.0]
