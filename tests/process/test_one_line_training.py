@@ -576,6 +576,37 @@ def test_results_nest_in_the_user_s_own_dataclass():
     assert_same(*on_both(script))
 
 
+class ResultTwice(nn.Module):
+    """Its last hidden state is its output too, as of models of transformers that return all hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        output = self.second(hidden)
+        return {"output": output, "hidden": (hidden, output), "sizes": (4, 4)}
+
+
+@pytest.mark.parametrize("session", [*PLANS, "shard=2,micro_batches=2"], indirect=True)
+def test_a_tensor_that_is_in_a_result_twice_is_one_object(session):
+    def script(device):
+        model = ResultTwice().to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            result = model(torch.randn(8, 6).to(device))
+            assert result["output"] is result["hidden"][1] is not result["hidden"][0]
+            train_step(trace, model, optimizer, result["output"].square().mean() + result["hidden"][1].sum() / 9)
+            with torch.no_grad():
+                result = model(torch.randn(8, 6).to(device))
+                result["output"].add_(1)
+                trace.append(result["hidden"][1])
+        return trace
+
+    assert_same(*on_both(script))
+
+
 def test_rows_may_have_several_entries(capsys):
     def script(device):
         model = Flattened().to(device)

@@ -6,7 +6,8 @@ Decides what may be asked of a call that was run, or will be when its backward i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ FREED = (
 """PyTorch's own words."""
 
 
+def repeats_in(leaves: Sequence[Any]) -> Mapping[int, int]:
+    """Returns, of the leaves of a result that are the same tensor as an earlier one, the places of both."""
+    first: dict[int, int] = {}
+    tensors = ((place, id(leaf)) for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
+    places = ((place, first.setdefault(identity, place)) for place, identity in tensors)
+    return {place: before for place, before in places if before != place}
+
+
 class Execution(Findings, ABC):
     """One call on this worker, from its forward to its last backward.
 
@@ -34,6 +43,7 @@ class Execution(Findings, ABC):
         shapes: The leaves for their shapes and promised dtypes; tensors may be on meta.
         kinds: The kind of every leaf. See [Note: kinds] in `call.py`.
         differentiable: For each leaf whether a gradient may be given to `backward`.
+        repeats: Of the leaves that are the same tensor as an earlier one, the places of both.
         has_result: Whether this worker has the outputs; in a pipeline some workers have none.
         is_computed: Whether `outputs` may be read without computing anything.
         runs_in_stages: Whether workers share the call as stages of a pipeline.
@@ -46,6 +56,7 @@ class Execution(Findings, ABC):
     shapes: Sequence[Any]
     kinds: Sequence[str]
     differentiable: Sequence[bool]
+    repeats: Mapping[int, int] = MappingProxyType({})
     has_result: bool = True
     is_computed: bool = True
     runs_in_stages: bool = False
@@ -134,7 +145,7 @@ class PastExecution(Execution):
 
     def __init__(self, run: Execution) -> None:
         self.inputs, self.shapes, self.kinds = run.inputs, run.shapes, run.kinds
-        self.differentiable = run.differentiable
+        self.differentiable, self.repeats = run.differentiable, run.repeats
         self.has_result, self.runs_in_stages, self.drew = run.has_result, run.runs_in_stages, run.drew
         self.outputs = [run.outputs[index] for index in range(len(run.outputs))]
         self._output_gradients: dict[int, Tensor] = vars(run).get("_output_gradients", {})

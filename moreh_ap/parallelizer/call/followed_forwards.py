@@ -14,7 +14,7 @@ followed, and where numbers in the inputs may lead elsewhere, whether they do is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_unflatten
 
 from moreh_ap.errors import ExactnessError
 from moreh_ap.parallelizer.call.call import Call
+from moreh_ap.parallelizer.call.execution import repeats_in
 from moreh_ap.parallelizer.call.extension import Findings, extended, prepared
 from moreh_ap.parallelizer.loss.input_operations import InputOperationRecorder, InputOperations
 from moreh_ap.parallelizer.loss.meta_reduction import MetaReduction
@@ -48,12 +49,14 @@ class Followed:
     Attributes:
         shapes: The leaves of its result; tensors may be on meta.
         treespec: How they nest.
+        repeats: As of `Execution`.
         noted: What was noted beside.
         operations: Gives the denominators for other inputs; None where the forward has to be followed anew.
     """
 
     shapes: Sequence[Any]
     treespec: Any
+    repeats: Mapping[int, int]
     noted: Any = None
     operations: InputOperations | None = None
 
@@ -171,11 +174,12 @@ class FollowedForwards:
         except Exception:  # any error of a model that asks a meta tensor for a value: the real module is run instead
             return None
         shapes, treespec = flatten(result)
+        repeats = repeats_in(shapes)
         has_effects = drawing.moved() or stream != _stream_of(call.device) or bool(attributes.changed(before))
         operations = None if recorder is None or has_effects else recorder.operations(len(reduction.local_denominators))
         if operations is not None:  # what is remembered keeps no tensor of this batch
             shapes = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in shapes]
-        return Followed(shapes, treespec, noted, operations), reduction.local_denominators
+        return Followed(shapes, treespec, repeats, noted, operations), reduction.local_denominators
 
 
 def _stacked(numbers: list[Tensor]) -> Tensor:

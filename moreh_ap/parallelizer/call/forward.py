@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from moreh_ap.errors import ExactnessError, UnsupportedError
 from moreh_ap.parallelizer.call.call import GRADIENT_SYNCS, Call
-from moreh_ap.parallelizer.call.execution import FREED, Execution
+from moreh_ap.parallelizer.call.execution import FREED, Execution, repeats_in
 from moreh_ap.parallelizer.call.extension import Forward, extended, prepared
 from moreh_ap.parallelizer.data.fsdp import calling, fsdp_roots, recover, settle
 from moreh_ap.parallelizer.data.lent_rows import LentRows
@@ -125,6 +125,8 @@ class EagerForward(Execution):
     def _keep(self, result: Any) -> None:
         """Sets what is known of the result, whose history is kept for a backward."""
         self._results, self.treespec = flatten(result)
+        if len({*map(id, self._results)}) < len(self._results):
+            self.repeats = repeats_in(self._results)
         self._freed = False
         self._watched: Sequence[int] = ()
         self._output_gradients: dict[int, Tensor] = {}

@@ -67,7 +67,7 @@ class MicroBatchedForward(Execution):
         followed, self._denominators = known.run(
             call, self._leaves, self._spec, drawing, self._observed, self._run_without_gradients
         )
-        self.shapes, self.treespec = followed.shapes, followed.treespec
+        self.shapes, self.treespec, self.repeats = followed.shapes, followed.treespec, followed.repeats
         self._recall(followed.noted)
         self.kinds = call.kinds or ("same",) * len(self.shapes)
         self.differentiable = [isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in self.shapes]
@@ -132,7 +132,7 @@ class MicroBatchedForward(Execution):
         args, kwargs = tree_unflatten(self._leaves, self._spec)
         recorder = GlobalReduction(self.call.device, record=True, rules=self.call.rules)
         done = EagerForward(replace(self.call, grad=False), args, kwargs, reduction=recorder)
-        return Followed(done.shapes, done.treespec), recorder.local_denominators
+        return Followed(done.shapes, done.treespec, done.repeats), recorder.local_denominators
 
     def _run_micro_batch(self, call: Call, micro_batch: int) -> EagerForward:
         args, kwargs = self._arguments_of(micro_batch)

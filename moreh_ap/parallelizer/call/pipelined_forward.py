@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten
 
 from moreh_ap.errors import UnsupportedError
 from moreh_ap.parallelizer.call.call import Call
-from moreh_ap.parallelizer.call.execution import Execution
+from moreh_ap.parallelizer.call.execution import Execution, repeats_in
 from moreh_ap.parallelizer.call.followed_forwards import FollowedForwards
 from moreh_ap.parallelizer.call.forward import autocasting, reducing, scaled_gradient, summing_gradients
 from moreh_ap.parallelizer.call.micro_batches import MicroBatchedForward
@@ -106,6 +106,7 @@ class PipelinedPass(Execution):
         result = stage(tuple(received), nesting, args, kwargs)
         if stage.is_last:
             self._results, self.treespec = flatten(result)
+            self.repeats = repeats_in(self._results)
             self.outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in self._results]
             self._ran.append((stage, received, []))
             return

@@ -52,7 +52,7 @@ class OwnEntries(CallExtension):
             numbers, length = leaves[place], leaves[other].shape[1]
             first = numbers.flatten(1).amin(1) // length  # which row of the batch each is
             if self.rows is not None:
-                if len(numbers) <= self.rows[-1] or not _are_own(numbers, length):
+                if len(numbers) < self.rows.stop or not _are_own(numbers, length):
                     raise Diverged("numbers among the arguments name entries of other rows")
                 numbers, first = numbers[self.rows.start : self.rows.stop], first[self.rows.start : self.rows.stop]
             moved = (torch.arange(len(first), device=first.device) - first) * length

@@ -272,7 +272,8 @@ class LeafReply:
 
     kind: "rows" (concatenate over workers), "share" (sum over workers), "same" (equal everywhere), "const" (`data` is a
     pickled object). `data` is None where the tensor was left on the worker, of which operations may run there if
-    `is_operand`; else it is in the usual order of dims, and `order` is the one that they have on the worker.
+    `is_operand`; else it is in the usual order of dims, and `order` is the one that they have on the worker. A tensor
+    that is in the result twice has `same_as`, the place of the first.
     """
 
     kind: str
@@ -282,6 +283,7 @@ class LeafReply:
     data: bytes | None
     is_operand: bool = False
     order: Order = ()
+    same_as: int | None = None
 
     def tensor(self) -> Tensor:
         """This worker's shard as a CPU tensor; only for a tensor whose bytes were sent."""

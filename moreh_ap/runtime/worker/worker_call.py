@@ -302,8 +302,7 @@ class WorkerCall:
 
     def _leaf(self, index: int, *, with_data: bool) -> LeafReply:
         """One output; its bytes if asked for, or if they are few and there without computing."""
-        run = self.run
-        shape, kind = run.shapes[index], run.kinds[index]
+        run, shape, kind = self.run, self.run.shapes[index], self.run.kinds[index]
         if not isinstance(shape, Tensor):
             return LeafReply("const", (), None, False, pickled_constant(shape))
         few = run.is_computed and shape.numel() * shape.element_size() <= MAX_INLINE_BYTES
@@ -328,6 +327,7 @@ class WorkerCall:
             data,
             is_operand,
             () if is_usual else memory_order(laid_out),
+            run.repeats.get(index),
         )
         return LateReply.of(reply, value) if is_late else reply
 

@@ -36,7 +36,7 @@ from moreh_ap.session.script_line import place
 _MAX_STRUCTURES = 4096
 
 _what_a_reply_says = operator.attrgetter("pickled_treespec", "mode", "note", "rows", "returned")
-_what_a_leaf_is = operator.attrgetter("kind", "shape", "dtype", "differentiable", "is_operand", "order")
+_what_a_leaf_is = operator.attrgetter("kind", "shape", "dtype", "differentiable", "is_operand", "order", "same_as")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class LeafTemplate:
     constant: Any = None
     is_operand: bool = False
     order: Order = ()
+    same_as: int | None = None
 
     def promised(self) -> tuple[Any, ...]:
         """Returns what a script can see of the leaf without its value."""
@@ -117,6 +118,7 @@ class Structure:
                     first.differentiable,
                     is_operand=first.is_operand,
                     order=first.order,
+                    same_as=first.same_as,
                 )
             )
         first_answer = answered[0]
@@ -136,6 +138,14 @@ class Structure:
             returned=first_answer.returned,
             varies=first_answer.varies,
         )
+
+    def leaves_with(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Returns the leaves of a result, given a tensor for each that is none of the constants."""
+        values, leaves = iter(tensors), list[Any]()
+        for leaf in self.leaves:
+            found = leaf.constant if leaf.kind == "const" else next(values)
+            leaves.append(found if leaf.same_as is None else leaves[leaf.same_as])
+        return leaves
 
     def promises_the_same(self, other: Structure) -> bool:
         """Returns whether results of both look the same to a script that reads no value, attributes aside."""

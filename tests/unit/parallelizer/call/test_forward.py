@@ -1,4 +1,4 @@
-"""Of which kind the leaves of a result are that has more or fewer of them than before."""
+"""Of which kind the leaves of a result are that has more or fewer of them than before, and which are in it twice."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moreh_ap.errors import ExactnessError
+from moreh_ap.parallelizer.call.execution import repeats_in
 from moreh_ap.parallelizer.call.forward import kinds_in_order
 
 LOSS, ROWS = torch.tensor(1.0), torch.zeros(4, 2)
@@ -58,3 +59,8 @@ def test_caches_say_of_each_layer_whether_it_was_dropped():
 def test_rows_that_may_be_others_are_refused(known, leaves):
     with pytest.raises(ExactnessError, match="returned"):
         kinds_in_order(known, leaves, is_gathered=False)
+
+
+def test_tensors_that_are_in_a_result_twice_are_found_and_equal_constants_are_not():
+    assert repeats_in([LOSS, ROWS, 3, LOSS, 3, ROWS, ROWS.clone(), LOSS]) == {3: 0, 5: 1, 7: 0}
+    assert repeats_in([LOSS, ROWS, None]) == {}
