@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from moreh_ap.parallelizer.loss.extremes import extreme_of
-from moreh_ap.parallelizer.loss.mean_functions import BOTH, EXTREMES, SMALLEST
+from moreh_ap.parallelizer.loss.mean_functions import BOTH, SMALLEST
 
 BATCH = {
     "whole numbers": torch.tensor([[3, -7, 5], [9, 0, -1]]),
     "fractions": torch.tensor([[0.5, -2.25, 1.0], [-8.0, 3.0, 0.0]]),
     "large whole numbers": torch.tensor([[2**52, 1, 0], [2**52 + 1, -(2**52), 5]]),
 }
-WHOLE = [func for func in EXTREMES | BOTH if func not in (torch.amax, torch.amin)]
+WHOLE = [torch.max, torch.min, Tensor.max, Tensor.min, Tensor.amax, Tensor.amin, torch.aminmax, Tensor.aminmax]
 
 
 def everyone_s(func, batch):
