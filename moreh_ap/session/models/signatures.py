@@ -101,7 +101,9 @@ class Structure:
     def of(replies: Sequence[ForwardReply | None]) -> Structure:
         """Joins the replies of all workers that have a result, in rank order."""
         answered = [reply for reply in replies if reply is not None]
-        leaves = []
+        first_answer, leaves = answered[0], []
+        treespec = unpickle_treespec(first_answer.pickled_treespec)
+        is_report = treespec.context is Report  # of hooks, each with tensors of its own
         for own_leaves in zip(*(reply.leaves for reply in answered)):
             first: LeafReply = own_leaves[0]
             if first.kind == "const":
@@ -118,12 +120,10 @@ class Structure:
                     first.differentiable,
                     is_operand=first.is_operand,
                     order=first.order,
-                    same_as=first.same_as,
+                    same_as=None if is_report else first.same_as,
                 )
             )
-        first_answer = answered[0]
         local_rows = tuple(None if reply is None else reply.rows for reply in replies)
-        treespec = unpickle_treespec(first_answer.pickled_treespec)
         return Structure(
             treespec,
             tuple(leaves),
@@ -131,9 +131,9 @@ class Structure:
             first_answer.note,
             draws=any(reply.streams is not None for reply in answered),
             batch=None if first_answer.rows is None else BatchRows(local_rows),
-            attributes=attributes_in(treespec.children()[-1].context) if treespec.context is Report else (),
+            attributes=attributes_in(treespec.children()[-1].context) if is_report else (),
             left_out=first_answer.left_out,
-            is_report=treespec.context is Report,
+            is_report=is_report,
             has_cache=contains_cache(treespec),
             returned=first_answer.returned,
             varies=first_answer.varies,
