@@ -147,10 +147,12 @@ class LeftByForward:
 
 @contextlib.contextmanager
 def state_restored(module: nn.Module) -> Iterator[StateBefore]:
-    """Puts the state of a model, and what it has outside of it, back after the block."""
+    """Puts the state of a model, and what it has outside of it, back after the block. A graph that has kept a buffer is
+    not told of what changes it meanwhile."""
     state = StateBefore(module)
+    buffers = tuple(buffer for buffer in module.buffers() if not buffer.is_inference())
     try:
-        with outside_restored(module):
+        with torch.autograd._unsafe_preserve_version_counter(buffers), outside_restored(module):
             yield state
     finally:
         state.put_back()
