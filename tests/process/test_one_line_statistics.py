@@ -57,6 +57,41 @@ def test_statistics_are_those_of_the_whole_batch_and_each_worker_computes_its_ro
     assert WHOLE not in capsys.readouterr().out
 
 
+class Segmenter(nn.Module):
+    """Divides by what it has counted: the loss of the pixels that a mask leaves, and the overlap of classes (Dice)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 1, 1))
+
+    def forward(self, x, y):
+        logits, mask = self.layers(x), y >= 0
+        losses = F.binary_cross_entropy_with_logits(logits, y.clamp(min=0), reduction="none")
+        each = (1, 2, 3)
+        overlap = (2 * (logits.sigmoid() * y).sum(each) + 1) / ((y * y).sum(each) + logits.sigmoid().sum(each) + 1)
+        return (losses * mask).sum() / mask.sum() + (1 - overlap).mean()
+
+
+def test_a_network_with_statistics_that_divides_by_counts_is_split(capsys):
+    """Copies of one row, with which such forwards are tried, have no variance."""
+
+    def script(device):
+        torch.manual_seed(0)
+        model = Segmenter().to(device)
+        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for _ in range(3):
+            y = torch.randint(-1, 2, (6, 1, 8, 8)).float().to(device)
+            loss = model(torch.randn(6, 1, 8, 8).to(device), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            trace.append(loss.detach())
+        return trace, list(model.buffers())
+
+    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
+    assert WHOLE not in capsys.readouterr().out
+
+
 def accumulated(model, device, row_counts):
     """Returns the losses of batches of four features, the gradients that they add up to, and the buffers after them."""
     losses = []

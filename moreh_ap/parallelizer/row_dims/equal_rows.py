@@ -11,7 +11,8 @@ time with tokens that are all alike, which go to one expert.
 [Note: copies of a row]
 Where one of a few rows counts and the others do not (``(losses * mask).sum() / mask.sum().clamp(min=1)``), the sum of
 what they give one by one is what they give together, whatever it is divided by. So a forward that divides by a number
-is tried with copies of each of them: if one copy counts, all do.
+is tried with copies of each of them: if one copy counts, all do. It is not where a normalisation takes statistics:
+those of copies have no variance, and what it makes of them is rounding.
 
 [Note: masks of other rows]
 It may be that none of a few rows counts (``mask = x > 5``, ``weights = (x - 5).relu()``). So it is also tried with
