@@ -57,38 +57,6 @@ def test_statistics_are_those_of_the_whole_batch_and_each_worker_computes_its_ro
     assert WHOLE not in capsys.readouterr().out
 
 
-class Embedder(nn.Module):
-    """Returns what normalisation over the batch gives, and divides its loss by how many rows have a label."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4), nn.BatchNorm1d(4, affine=False))
-
-    def forward(self, x, y):
-        embedded = self.layers(x)
-        losses = (embedded.sum(1) - y).abs()
-        return (losses * (y >= 0)).sum() / (y >= 0).sum(), embedded
-
-
-def test_what_normalisation_returns_beside_a_division_by_a_count_is_split(capsys):
-    """Forwards that divide are tried with copies of a row, which have no variance."""
-
-    def script(device):
-        torch.manual_seed(0)
-        model = Embedder().to(device)
-        optimizer, trace = torch.optim.SGD(model.parameters(), lr=0.1), []
-        for _ in range(3):
-            loss, embedded = model(torch.randn(8, 6).to(device), torch.randint(-1, 3, (8,)).to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            trace += [loss.detach(), embedded.detach()]
-        return trace, list(model.buffers())
-
-    assert_same(*on_both(script), rtol=1e-4, atol=1e-5)
-    assert WHOLE not in capsys.readouterr().out
-
-
 def accumulated(model, device, row_counts):
     """Returns the losses of batches of four features, the gradients that they add up to, and the buffers after them."""
     losses = []
