@@ -53,10 +53,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
         "Tells parameters from tensors: `nn.Parameter` of a subclass has its type.",
         ("torch.nn.Parameter._is_param", "device device/patches parallelizer/precision protocol/objects"),
     ),
-    *_names(
-        "Makes a tensor of our class with shape and strides but no memory.",
-        ("torch.Tensor._make_wrapper_subclass", "device parallelizer/tensor"),
-    ),
+    *_names("Makes a tensor without memory.", ("torch.Tensor._make_wrapper_subclass", "device parallelizer/tensor")),
     *_names("Has an RNN list its weights anew.", ("torch.nn.RNNBase._update_flat_weights", "session")),
     *_names("Makes a parameter of a library's class.", ("torch.Tensor._make_subclass", "device/patches")),
     *_names("Notices in-place changes, as autograd does.", ("torch.Tensor._version", "*")),
@@ -161,7 +158,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     ),
     *_names(
         "Writes buffers as batch normalization does, unnoticed by autograd.",
-        ("torch.autograd._unsafe_preserve_version_counter", "runtime/worker/commands runtime/worker/snapshots"),
+        (
+            "torch.autograd._unsafe_preserve_version_counter",
+            "parallelizer/trial runtime/worker/commands runtime/worker/snapshots",
+        ),
     ),
     *_names(
         "Whether a CPU computes bfloat16 in hardware.",
