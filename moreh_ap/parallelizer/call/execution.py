@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ FREED = (
     "freed). Specify retain_graph=True if you need to backward through the graph a second time."
 )
 """PyTorch's own words."""
+
+
+_NO_REPEATS: Mapping[int, int] = {}
 
 
 def repeats_in(leaves: Sequence[Any]) -> Mapping[int, int]:
@@ -56,7 +58,7 @@ class Execution(Findings, ABC):
     shapes: Sequence[Any]
     kinds: Sequence[str]
     differentiable: Sequence[bool]
-    repeats: Mapping[int, int] = MappingProxyType({})
+    repeats: Mapping[int, int] = _NO_REPEATS
     has_result: bool = True
     is_computed: bool = True
     runs_in_stages: bool = False

@@ -266,7 +266,7 @@ def send_call(
         result, structure = send_as_node(call, tensors)
     else:
         structure = call.send(tensors, grad=False)
-        result = structure.leaves_with(_promises(call, structure))
+        result = _with_constants(_promises(call, structure), structure)
     return call, structure, result
 
 
@@ -274,7 +274,16 @@ def send_as_node(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], Stru
     """Sends a call as one node of the controller's autograd graph; returns the leaves of its result."""
     outputs = list(_RemoteCall.apply(call.model.anchor, call, *tensors))
     assert call.structure is not None
-    return call.structure.leaves_with(outputs), call.structure
+    return _with_constants(outputs, call.structure), call.structure
+
+
+def _with_constants(tensors: Sequence[Tensor], structure: Structure) -> list[Any]:
+    """Returns the leaves of a result; `tensors` are the tensors among them, of which some are there twice."""
+    values, leaves = iter(tensors), []
+    for leaf in structure.leaves:
+        found = leaf.constant if leaf.kind == "const" else next(values)
+        leaves.append(found if leaf.same_as is None else leaves[leaf.same_as])
+    return leaves
 
 
 class OutputValue(Value):

@@ -139,14 +139,6 @@ class Structure:
             varies=first_answer.varies,
         )
 
-    def leaves_with(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """Returns the leaves of a result, given a tensor for each that is none of the constants."""
-        values, leaves = iter(tensors), list[Any]()
-        for leaf in self.leaves:
-            found = leaf.constant if leaf.kind == "const" else next(values)
-            leaves.append(found if leaf.same_as is None else leaves[leaf.same_as])
-        return leaves
-
     def promises_the_same(self, other: Structure) -> bool:
         """Returns whether results of both look the same to a script that reads no value, attributes aside."""
         (nesting, leaves), (other_nesting, other_leaves) = self._without_attributes(), other._without_attributes()

@@ -31,7 +31,7 @@ class _Event:
 
 def _late(values):
     host = torch.full_like(values, float("nan"))
-    return LateReply("rows", (2, 3), torch.float32, True, b"", False, (1, 0), host, _Event(host, values))
+    return LateReply("rows", (2, 3), torch.float32, True, b"", False, (1, 0), None, host, _Event(host, values))
 
 
 def test_a_pickled_reply_has_waited_for_its_value_and_is_like_others():
