@@ -59,8 +59,7 @@ class Call:
         self.id = model.latest_call = model.session.outbox.new_id()
         self.reply: Posted | None = None
         self.structure: Structure | None = None
-        self.plan = model.plan
-        self.takes_cache = False
+        self.plan, self.takes_cache = model.plan, False
         self._is_computed_later = False  # than it is answered, so that no value is in the answer
         self.kind: Hashable = None  # calls of one kind have equal structures
         self.backward_kind: tuple[Hashable, ...] = ()  # those of one kind reach the same parameters from equal outputs
@@ -80,8 +79,7 @@ class Call:
         model, signature, session, signatures = self.model, self._signature, self.model.session, self.model.signatures
         training = model.send_changes()
         self._is_computed_later = grad and model.runs_after_answer
-        if not grad:
-            session.traffic.step += 1
+        session.traffic.step += not grad
         self.backward_kind = (signature, model.settings.number)
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         try:
@@ -117,8 +115,7 @@ class Call:
         # Random operations may change the result's structure, so it is predicted only for calls that draw nothing.
         structure = self.await_structure(None if streams is not None else expected, grad=grad)
         if streams is not None:  # the script's next random numbers follow the forward's
-            after = next((answer.streams for answer in answered(reply.result()) if answer.streams), streams)
-            generator.go_on_from(after)
+            generator.go_on_from(next((one.streams for one in answered(reply.result()) if one.streams), streams))
         return structure
 
     def await_structure(self, expected: Structure | None, *, grad: bool) -> Structure:
@@ -279,7 +276,7 @@ def send_as_node(call: Call, tensors: Sequence[Tensor]) -> tuple[list[Any], Stru
 
 def _with_constants(tensors: Sequence[Tensor], structure: Structure) -> list[Any]:
     """Returns the leaves of a result; `tensors` are the tensors among them, of which some are there twice."""
-    values, leaves = iter(tensors), []
+    values, leaves = iter(tensors), list[Any]()
     for leaf in structure.leaves:
         found = leaf.constant if leaf.kind == "const" else next(values)
         leaves.append(found if leaf.same_as is None else leaves[leaf.same_as])
